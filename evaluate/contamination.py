@@ -273,7 +273,7 @@ def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:
 
 
 def _byte_table(path: Path, vocab_size: int) -> list[bytes] | None:
-    """Return the bytes of each token id if a tokenizer.json is a byte-level BPE, else None."""
+    """Return the bytes of each token id of a tokenizer.json, or None unless it is a byte-level BPE."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if (content.get("decoder") or {}).get("type") != "ByteLevel" or content["model"].get("type") != "BPE":
         return None

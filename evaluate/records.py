@@ -198,10 +198,10 @@ def request_key(kind: str, *parts: Any) -> str:
 
 
 class Answers:
-    """A model's answers by request, in memory and, with a `path`, in a file; reports the progress and speed of a task.
+    """A model's answers by request, in memory and, with a `path`, in a file; reports a task's progress.
 
-    A file with another header is replaced, and damaged lines of a file are ignored. Raises UserError if the file cannot
-    be written.
+    A file with another header is replaced, and damaged lines are ignored. Raises UserError if the file cannot be
+    written.
     """
 
     def __init__(

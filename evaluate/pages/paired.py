@@ -91,7 +91,7 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
     by_luck = [np.max(np.abs(part[:, i] - part[:, j]) / error, axis=1, initial=0.0) for part in drawn]
 
     def z_of(difference: Any) -> Any:
-        """Convert z with an error about zero to z with one about the mean; bounded if all items differ equally."""
+        """Convert z-scores with errors about zero to errors about the mean; bounded if all items differ equally."""
         return difference * np.sqrt((n - 1) / np.maximum(n - difference**2, 1e-4 * n))
 
     z = z_of(difference)

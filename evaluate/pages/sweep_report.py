@@ -130,7 +130,7 @@ class Sweep:
         return scores[key], error if is_number(error) else None
 
     def best(self, recipe: str | None = None) -> list[int]:
-        """Return the row of each budget's finished run with the lowest held-out loss (with one recipe, if given)."""
+        """Return each budget's row index of the finished run with the lowest held-out loss, with `recipe` if given."""
         return [place for group in self.budgets if (place := self._lowest(group, recipe)) is not None]
 
     @cached_property
@@ -146,7 +146,7 @@ class Sweep:
         return min(candidates, key=lambda place: self.rows[place]["loss"], default=None)
 
     def best_of_each(self) -> dict[str, int]:
-        """Return recipe -> row of its best run, at the largest budget that all recipes have; empty if there is none."""
+        """Return recipe -> row index of its best run, at the largest budget that all recipes have, if any."""
         for group in reversed(self.budgets):
             best = {recipe: self._lowest(group, recipe) for recipe in self.recipes}
             if all(place is not None for place in best.values()):
@@ -159,7 +159,7 @@ def recipe_of(row: Row) -> str:
 
 
 def _budgets(rows: Sequence[Row]) -> list[list[int]]:
-    """Group the rows of finished runs by their `budget`, if all have one; return groups by rising FLOPs.
+    """Group the row indices of finished runs by `budget`, if all rows have it; return groups by rising FLOPs.
 
     Otherwise runs whose FLOPs differ by less than a factor SAME_BUDGET form a group.
     """
@@ -211,7 +211,7 @@ def trend(sweep: Sweep, task: str) -> Trend | None:
 def choices(sweep: Sweep) -> list[Choice]:
     """List the choices between two recipes, or two sizes, that a smaller budget offers as well as the largest one.
 
-    Each is the rows of the two at the smaller budget, then at the largest.
+    Each is four row indices: the two at the smaller budget, then at the largest.
     """
     made: list[dict[Any, int]] = []
     for group in sweep.budgets:

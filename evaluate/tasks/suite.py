@@ -115,7 +115,7 @@ def freeze(
 
 
 def freeze_whole(name: str, task: Any, limit: int | None, split: str, source: str, shots: int | None) -> SuiteTask:
-    """Choose items of a task that has its whole split, and freeze it as `name@shots`."""
+    """Choose items of a task that has all items of its split, and `freeze` it as `name@shots`."""
     with quiet():
         count = len(task.eval_docs)
     written = written_name(name, shots)

@@ -89,7 +89,7 @@ class IsoflopGrid(GridConfig):
     def expected_size(self, base: ModelConfig, budget: float) -> float:
         """Return the N that is expected to be the best at a budget.
 
-        A larger vocabulary than that of bytes adds its embedding tables.
+        expected_N is for models on bytes; a larger vocabulary adds to the embedding tables.
         """
         expected = self.expected_N * (budget / EXPECTED_FLOPS) ** EXPECTED_EXPONENT
         on_bytes = replace(base, vocab_size=256, tied_embeddings=True)

@@ -209,7 +209,7 @@ def seal(sweep: SweepDirectory, forecasts: list[Forecast]) -> list[Forecast]:
 
 
 def check_run(sweep: SweepDirectory, name: str) -> None:
-    """Save a finished run's result next to its sealed forecasts. `name`: a run directory, or a run id of the sweep."""
+    """Save a finished run's result next to its sealed (dated) forecasts. `name`: run directory, or run id."""
     run = RunDirectory(Path(name)) if Path(name).is_dir() else sweep.run(name)
     if not run.is_done():
         raise UserError(f"--check is {name!r}; it must be a finished run: a run directory, or a run id of the sweep")
