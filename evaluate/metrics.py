@@ -47,13 +47,13 @@ class ItemResult:
 
     @property
     def p_right(self) -> float | None:
-        """Probability of the right choices: a softmax over the log-probabilities of all choices."""
+        """Return the probability of the right choices: a softmax over the log-probabilities of all choices."""
         shares = self._shares
         return None if shares is None else float(shares[self.right].sum())
 
     @property
     def margin(self) -> float | None:
-        """p_right minus the probability of the likeliest wrong choice, in [-1, 1]."""
+        """Return p_right minus the probability of the likeliest wrong choice, in [-1, 1]."""
         shares, right = self._shares, self.p_right
         if shares is None or right is None or len(set(self.right or ())) == len(shares):
             return None

@@ -334,7 +334,7 @@ class Record:
             path.unlink(missing_ok=True)
 
     def enter(self, name: str, scores: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Add a finished task and write the files. Raises UserError if that fails; the old files stay."""
+        """Add a finished task and write the files. Raises UserError if that fails."""
         self.tasks[name] = scores
         if self._keeps:
             self._members[name] = pack_items(items)

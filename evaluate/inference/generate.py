@@ -193,7 +193,7 @@ class Generation:
         return requests, torch.cat(parts) if parts else None
 
     def _prefill(self) -> tuple[list[Prompt], Tensor | None]:
-        """Run the model on waiting prompts that fit; return them and the logits, or None if memory ran out."""
+        """Run the model on waiting prompts that fit; return them and the logits (None if memory ran out)."""
         joined = self._admit()
         if not joined:
             return [], None

@@ -25,7 +25,7 @@ class Request:
 
     @property
     def inputs(self) -> Ids:
-        """Tokens that the model reads: all but the last one, which is only predicted."""
+        """Return the tokens that the model reads: all but the last one, which is only predicted."""
         return np.asarray([*self.prefix, *self.continuation[:-1]], dtype=np.int64)
 
 

@@ -248,7 +248,7 @@ class Panel:
 
     @property
     def paths(self) -> list[tuple[str, str, str]]:
-        """(CSS classes, row numbers, SVG path) of the dots of each colour."""
+        """Return (CSS classes, row numbers, SVG path) of the dots of each colour."""
         return [
             (
                 f"{kind} {colour}",
@@ -265,7 +265,7 @@ class Panel:
 
     @property
     def ways(self) -> list[tuple[str, str]]:
-        """(CSS class of the colour, SVG path) of each line."""
+        """Return (CSS class of the colour, SVG path) of each line."""
         ways = ((colour, [f"{self.x(x)} {self.y(y)}" for x, y in points]) for colour, points in self.lines)
         return [(colour, "M" + "L".join(points)) for colour, points in ways]
 

@@ -79,7 +79,7 @@ class StagedTask:
 
 
 def lm_eval_tasks() -> Path:
-    """Return the folder of lm-eval's own definitions, without importing it."""
+    """Return the folder of lm-eval's task definitions, without importing it."""
     spec = find_spec("lm_eval")
     assert spec is not None
     assert spec.submodule_search_locations is not None

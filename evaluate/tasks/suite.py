@@ -154,7 +154,7 @@ def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
 
 @contextmanager
 def explained(what: str, advice: str) -> Iterator[None]:
-    """Turn any error in a block into the UserError "{what} ({error}); {advice}"."""
+    """Turn any error in a block into a UserError, "{what} ({error}); {advice}"."""
     try:
         yield
     except UserError:

@@ -49,7 +49,7 @@ class AdaptiveGrid(IsoflopGrid):
 
     @property
     def largest_flops(self) -> float:
-        """The largest budget, which no run may exceed."""
+        """Return the largest budget, which no run may exceed."""
         return max(self.budgets or [math.inf])
 
     def total_flops(self, base: RunConfig, tuner: Tuner) -> float:

@@ -127,7 +127,7 @@ def suggest_runs(
             largest C.
         seeds: Number of new seeds per size, in addition to the base run's seed.
         max_flops: Most FLOPs of one run.
-        standing: Result of `fit_standing`, if it was computed already.
+        standing: Result of `fit_standing`, if already computed.
 
     Raises:
         NothingToSuggest: the finished runs or the budget do not suffice.

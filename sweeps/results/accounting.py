@@ -46,7 +46,7 @@ class _Entry:
 
     @property
     def own_steps(self) -> tuple[int, int]:
-        """First and last step that the run trained itself; equal if it is not done."""
+        """Return the first and last step that the run trained itself; they are equal if it is not done."""
         first = self.planned.get("first_step", 0)
         return first, first if self.result is None else self.planned["steps"]
 
