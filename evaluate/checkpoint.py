@@ -45,7 +45,7 @@ class Evaluator:
         device: "auto", "cpu" or "cuda".
         precision: Type of the weights, "fp32" or "bf16".
         batch_tokens: Bound on rows times length of one forward pass; None takes the device's default.
-        average: Span of the weight average to score; None scores the weights.
+        average: Span of the weight average to score, as a share of the steps so far; None scores the weights.
         ngram: An item is contaminated if it shares this many consecutive words with the training text; None skips the
             search.
         ranks: Processes that share the work (see `ranks.on_ranks`); only rank 0 writes.

@@ -160,7 +160,7 @@ def item_words(task: SuiteTask) -> list[list[Words]]:
 def item_texts(task: Any, doc: Any) -> tuple[str, str]:
     """Return the question of an item, without few-shot examples, and its first right answer; either may be empty.
 
-    Where the choices are contexts of one continuation (WinoGrande), the right context is returned as the question.
+    If the choices are contexts of one continuation (WinoGrande), the right one is returned as the question.
     """
     text, target = task.doc_to_text(doc), task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "multiple_choice" and hasattr(task, "doc_to_choice"):

@@ -49,7 +49,7 @@ def export_checkpoint(
         output: Folder to write.
         format: Only "hf".
         dtype: Type of the weights, fp32 or bf16.
-        average: Span of the weight average to export; None exports the weights.
+        average: Span of the weight average to export, as a share of the steps so far; None exports the weights.
         overwrite: Whether a folder of an earlier export may be replaced.
         facts: Facts for the model card that the checkpoint lacks.
 

@@ -186,9 +186,8 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
 class Cache:
     """Key-value cache of texts that are being generated, two tensors (depth, rows, kv_heads, length, head size).
 
-    Each text has one row with room for the longest text. Paged attention (Kwon et al. 2023, arXiv:2309.06180) would
-    need less memory, but its own kernel. Latent attention (`Forward(model, absorbed=True)`) keeps one vector per token;
-    its first numbers are the value too.
+    Each text has one row with room for the longest text, without paging (Kwon et al. 2023, arXiv:2309.06180). Latent
+    attention (`Forward(model, absorbed=True)`) keeps one vector per token; its first numbers are the value too.
     """
 
     def __init__(self, model: ModelConfig, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> None:

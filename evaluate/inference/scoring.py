@@ -187,7 +187,7 @@ def _one_by_one(batch: list[Tree], model: GPT, device: torch.device, read: Tenso
 
 
 def _side_by_side(batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> Attend:
-    """Return an `Attend` function over a padded batch, one tree per row. In the last block only `read` are queries."""
+    """Return an `Attend` function over a padded batch, one tree per row. The last block has queries of `read` only."""
     sizes = np.array([len(tree) for tree in batch])
     longest = int(sizes.max())
     column, starts = np.arange(longest), np.cumsum(sizes) - sizes

