@@ -4,10 +4,9 @@ Special here:
 - One mask covers all cases: query i sees the keys first[i] <= j <= i, or up to i + ahead if the keys are those of other
   tokens (`parallel/context.py`). `first` is the start of i's document, or the window's if that is later, so it never
   decreases along a row. Blocks that no query sees are never loaded.
-- Query, key and value are read by their strides: no copies, and keys of grouped queries are never repeated.
+- Query, key and value are read by their strides, without copies.
 - The kernels are `torch.library` custom ops: compile and recompute see one op that saves q, k, v, its output and one
-  number per row. triton is imported at the first launch.
-- The backward has no atomics, so it is deterministic.
+  number per row.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691); grouped queries (Ainslie et al. 2023, arXiv 2305.13245).
 """

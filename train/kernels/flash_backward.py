@@ -5,8 +5,7 @@ With S = scale Q K^T, P = exp(S - lse) and delta = rowsum(dO * O):
 
 Three launches: delta; dK and dV, one program per block of keys; dQ, one per block of queries. The last two both
 recompute S and dP: 7 products, where atomic sums of dQ would need 5. dK/dV use transposed scores, so P^T and dS^T are
-left operands in registers; a loop covers the query heads of a KV head. `searchsorted` finds on the device where the
-queries that see a key block end.
+left operands in registers.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 2).
 """
@@ -53,7 +52,7 @@ def _key_grads(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add one block of queries to dk and dv; all scores are transposed, (keys, queries)."""
+    """Add the terms of one block of queries to dk and dv; all scores are transposed, (keys, queries)."""
     k, v, keys = key_block
     q_base, q_stride, grad_base, grad_stride, lse_row, delta_row = query_head
     rows = start + tl.arange(0, QUERIES)
@@ -225,7 +224,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
 
 
 def query_ends(first: Tensor, keys: int, key_time: int) -> Tensor:
-    """Return per block of keys how many queries have `first` at or before its first key, and its last key.
+    """Return, per block of keys, how many queries have `first` at or before its first key, and before its end.
 
     Since `first` never decreases along a row, this is where the queries that see the whole block, or a part of it, end.
 

@@ -3,7 +3,7 @@
 Query i sees `first[i] <= j <= i + ahead`, so a program's key blocks are one range in three parts: masked ones at the
 start of a document or window, those that all queries see whole, and those on the diagonal. The softmax is online and in
 base 2. Query blocks are launched last first, because they have the most keys. A head size that is no power of two (96)
-is padded inside the block. Bases are 64-bit scalars and offsets inside a block 32-bit, so tensors may have any size.
+is padded inside the block.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1); online softmax (Milakov & Gimelshein 2018,
 arXiv 1805.02867).
@@ -69,7 +69,10 @@ def store_rows(base, start, stride, time, values, D: tl.constexpr):  # type: ign
 def key_range(  # type: ignore[no-untyped-def]
     first_row, start, time, key_time, ahead, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Return begin and end of the keys that QUERIES queries from `start` on see, and of those that all of them see."""
+    """Return (begin, whole_begin, whole_end, end) of the keys that QUERIES queries from `start` on see.
+
+    Keys from whole_begin to whole_end are seen by all of them.
+    """
     last = tl.minimum(start + QUERIES, time) - 1
     end = tl.minimum(last + ahead + 1, key_time)
     whole_end = tl.minimum(start + ahead + 1, key_time) // KEYS * KEYS
@@ -83,7 +86,7 @@ def key_range(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def masked_block(index, begin, whole_begin, whole_end, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the start of masked block `index`: first those before `whole_begin`, then those from `whole_end` on."""
+    """Return the first key of masked block `index`: first those before `whole_begin`, then from `whole_end` on."""
     ahead = (whole_begin - begin) // BLOCK
     return tl.where(index < ahead, begin + index * BLOCK, whole_end + (index - ahead) * BLOCK)
 

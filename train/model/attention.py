@@ -4,7 +4,6 @@ Special here:
 - In bf16 on CPUs PyTorch's fused backward takes 4 times as long as batched products. So at short context the softmax
   is kept and the derivative written out (`_BlockAttention`).
 - With a mask the fused kernel computes the whole square, so on CPUs it gets blocks of queries with the keys they see.
-- Masks are computed on the device from one number per query: the first position that it sees.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .shape import LONGEST_KEPT, query_block, visible_blocks
 
 
 def document_starts(tokens: Tensor, end: int) -> Tensor:
-    """Return where the document of each token starts: positions in its row, (batch, time) int32.
+    """Return the position in its row where each token's document starts, (batch, time) int32.
 
     Args:
         tokens: (batch, time) ids.
@@ -31,7 +30,7 @@ def document_starts(tokens: Tensor, end: int) -> Tensor:
 
 
 def first_visible(tokens: Tensor, first: Tensor | None, window: int | None) -> Tensor | None:
-    """Return the first position that each query sees, (batch, time) int32; None: 0 for all.
+    """Return the first position that each query sees, (batch, time) int32, or None if 0 for all.
 
     Args:
         tokens: (batch, time, …); only its shape and device are read.
@@ -46,9 +45,9 @@ def first_visible(tokens: Tensor, first: Tensor | None, window: int | None) -> T
 
 
 def visible_mask(first: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask to add to scores, (batch, 1, time, time): 0 if first[i] <= j <= i, else -inf.
+    """Return a mask to add to scores, (batch, 1, time, time): 0 if query i sees key j (first[i] <= j <= i), else -inf.
 
-    If `first` (batch, time) is one expanded row, the mask is computed once and expanded.
+    If `first` (batch, time) is one expanded row, so is the mask.
     """
     rows = first[:1] if first.stride(0) == 0 else first
     position = torch.arange(first.shape[1], dtype=first.dtype, device=first.device)
@@ -62,8 +61,6 @@ class _BlockAttention(torch.autograd.Function):
 
     Q, K and V are (batch * heads, time, head_dim). The mask, (batch, 1, time, time), is added to the scores. With a
     window it must hide all keys before the window.
-
-    With P the weights of a block: dV += P^T dO, dP = dO V^T, dS = softmax'(dP), dQ = dS K, dK += dS^T Q.
     """
 
     @staticmethod
@@ -114,8 +111,8 @@ def causal_attention(
 
     Args:
         key, value: (batch, kv_heads, time, head_dim); each serves heads / kv_heads query heads.
-        mask: (batch, 1, time, time) from `visible_mask`; None: causal.
-        window: the window of the mask; keys that it hides from a whole block of queries are skipped.
+        mask: (batch, 1, time, time) from `visible_mask`; None: plain causal.
+        window: the mask's window; keys that it hides from a whole block of queries are skipped.
     """
     batch, heads, time, head_dim = query.shape
     on_cpu, keeps_softmax = not on_gpu(query), query.dtype == torch.bfloat16 and time <= LONGEST_KEPT

@@ -1,9 +1,7 @@
 """The kernel that computes attention: ours in Triton, or PyTorch's; how it is chosen, loaded and called.
 
-Special here:
-- Both take (batch, time, heads, head_dim), with the strides that the matrix product leaves.
-- What each query sees is prepared once for all blocks (`Backend.seen`): a mask for PyTorch's kernels, the first
-  visible position for ours.
+What each query sees is prepared once for all blocks (`Backend.seen`): a mask for PyTorch's kernels, the first visible
+position for ours.
 
 Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691.
 """
@@ -62,7 +60,7 @@ def choose_backend(requested: str, work: Work, installed: Set[str]) -> Choice:
     """Return which backend computes a model's attention, and why.
 
     Without a mask, `auto` leaves the choice to PyTorch (cuDNN on Hopper and later). With a mask, PyTorch would read
-    (batch, time, time) numbers and skip nothing, so ours comes first. `isoflop bench attention` measures both.
+    (batch, time, time) numbers and skip nothing, so `auto` prefers our kernel.
 
     Raises:
         UserError: the requested backend is not installed, or cannot do this work; the message lists those that can.
@@ -85,7 +83,7 @@ def choose_backend(requested: str, work: Work, installed: Set[str]) -> Choice:
 
 
 def obstacle(name: str, work: Work) -> str | None:
-    """Return why a backend cannot do this work, as a clause after "which", or None."""
+    """Return why a backend cannot do this work, such as "needs a GPU", or None if it can."""
     if name == "sdpa":
         if work.has_ring and work.device_type == "cuda":
             return "cannot attend over sequences that are split over ranks (parallel.cp) on a GPU"
@@ -111,7 +109,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def installed() -> frozenset[str]:
-    """Return the backends whose packages are installed, without importing them."""
+    """Return the names of backends whose packages are installed, without importing them."""
     return frozenset({"sdpa", *(["ours"] if importlib.util.find_spec("triton") is not None else [])})
 
 
@@ -122,7 +120,7 @@ class Backend:
     reads: str  # the form that `seen` returns: mask | first
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return what the kernel reads to know what each query sees; None: all before it. See `first_visible`."""
+        """Return the mask or first visible positions that show the kernel what each query sees; None: all before it."""
         first = first_visible(tokens, first, window)
         return first if first is None or self.reads == "first" else visible_mask(first, dtype)
 
@@ -150,7 +148,7 @@ SDPA = Backend("sdpa", _sdpa, reads="mask")
 
 
 def load_backend(name: str) -> Backend:
-    """Return a backend by name. Raises ImportError if its package does not fit."""
+    """Return the backend of this name. Raises ImportError if its package cannot be imported."""
     if name == "sdpa":
         return SDPA
     from ..kernels.flash import flash_attention
@@ -166,7 +164,10 @@ def select_backend(
     head_dim: int,
     *masks: bool,  # has_window, has_documents, has_ring of `Work`
 ) -> tuple[Choice, Backend]:
-    """Choose and load a backend. If the package that `auto` chose cannot be imported, use PyTorch's.
+    """Choose and load a backend. If the package that `auto` chose cannot be imported, use PyTorch's kernel.
+
+    Args:
+        masks: has_window, has_documents and has_ring of `Work`.
 
     Raises:
         UserError: the requested backend cannot be used here.

@@ -21,12 +21,12 @@ Turn = tuple[Tensor, Tensor]
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return x in fp32 if it is narrower."""
+    """Convert x to fp32 if its type is narrower."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the root-mean-square norm (Zhang and Sennrich 2019) over the last dimension; weight (w,)."""
+    """Normalise x over its last dimension by RMSNorm (Zhang and Sennrich 2019) with weight (w,)."""
     if on_gpu(x) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return F.rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
@@ -83,9 +83,9 @@ def rotary_angles(
 
 
 def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Return the share of each frequency (d / 2,) that is not divided by the factor: 0 for slow, 1 for fast ones.
+    """Return the share of each frequency (d / 2,) that context scaling leaves unchanged: 0 for slow, 1 for fast ones.
 
-    In between, llama3 is linear in the turns within the old context (Llama 3.1). yarn is linear in the pair's number
+    In between, llama3 is linear in the rotations within the old context (Llama 3.1), and yarn in the frequency's index
     (Peng et al. 2023, arXiv 2309.00071, section 3.2), with bounds rounded to integers as in transformers.
     """
     if scaling.kind == "llama3":
@@ -103,13 +103,13 @@ def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> 
 
 
 def rotary_turn(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:
-    """Return angles (time, d / 2) as `rotated` reads them, (time, 1, d): halves take CPUs 2 to 3 times as long."""
+    """Expand cos and sin (time, d / 2) to what `rotated` reads, (time, 1, d), which is faster on CPUs than halves."""
     cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotated(x: Tensor, turn: Turn) -> Tensor:
-    """Rotate x (…, time, heads, d), in the half-split layout of GPT-NeoX and Llama checkpoints (Su et al. 2021)."""
+    """Rotate x (…, time, heads, d) by angles from `rotary_turn`, in the half-split layout of Llama (Su et al. 2021)."""
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * turn[0], torch.cat((second, first), dim=-1), turn[1])
 
@@ -129,7 +129,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x by angles (time, d / 2), with a derivative, or by a `Turn`, which inference reuses in all blocks."""
+    """Rotate x by cos and sin (time, d / 2), with a derivative, or in inference by those of `rotary_turn`."""
     if cos.ndim == 3:
         return rotated(x, (cos, sin))
     if torch.compiler.is_compiling():
@@ -144,10 +144,10 @@ def query_key_value(
     norms: tuple[Callable[[Tensor], Tensor], ...],
     rotate: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused product (…, heads + 2 kv_heads, d) into query (…, heads, d), key and value (…, kv_heads, d).
+    """Split a fused product (…, heads + 2 kv_heads, d) into query, key and value, and rotate query and key.
 
     Args:
-        norms: of queries and of keys, before the rotation; empty: none.
+        norms: one for queries and one for keys, applied before the rotation; empty: none.
     """
     if norms:
         query, key, value = products.split((heads, kv_heads, kv_heads), dim=-2)
@@ -159,7 +159,7 @@ def query_key_value(
 
 
 def gated(x: Tensor) -> Tensor:
-    """Return silu(gate) * up, (…, h), of the halves of x (…, 2 h), without a derivative."""
+    """Return silu(gate) * up, (…, h), of the halves (gate, up) of x (…, 2 h), without a derivative."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -209,9 +209,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:
-    """Return the gradient of a table (rows, width) whose rows `tokens` (…) were looked up; `left_out` is ignored.
+    """Return the gradient of a table (rows, width), given that of the rows looked up for `tokens` (…).
 
-    A row's gradient is a sum over its tokens. CPUs sum in the type of grad, where bf16 would stop growing early.
+    Tokens equal to `left_out` are ignored. CPUs sum in at least fp32, because a sum in bf16 would stop growing early.
     """
     wide = grad if on_gpu(grad) else widened(grad)
     return torch.ops.aten.embedding_dense_backward(wide, tokens, rows, left_out, False).to(grad.dtype)

@@ -19,7 +19,7 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def set_up_compiler(config: RunConfig, device: torch.device) -> None:
-    """Set the folder of compiled files and allow many shapes. Call before compiling."""
+    """Set the folder of compiled code and allow many shapes per process. Call before compiling."""
     made_for = hashlib.sha256(canonical_json(environment(device)).encode()).hexdigest()[:24]
     os.environ.setdefault(FOLDER, str(cache_directory(config.data) / "compiled" / made_for))
     # One process may train many shapes, and each gets its own code, as in a separate process. PyTorch's defaults would
@@ -31,7 +31,7 @@ def set_up_compiler(config: RunConfig, device: torch.device) -> None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return what compiled code depends on."""
+    """Return the versions and hardware that compiled code depends on."""
     result: dict[str, Any] = {
         "torch": [torch.__version__, str(Path(torch.__file__).parent)],  # the kernels are linked against it
         "python": platform.python_version(),

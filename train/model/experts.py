@@ -2,7 +2,6 @@
 
 Special here:
 - Rows are sorted by expert, so that each expert has one product per matrix for any load.
-- A gate multiplies the inner activation, which is narrower than the model.
 - The biases that balance the load are parameters. Their gradient is the number of excess tokens of an expert, so it is
   summed over micro-batches and ranks, sharded and saved like any gradient; `optimizer/sign.py` makes the step.
 - The load-balancing loss is computed per sequence, so it does not depend on the mesh.
@@ -25,7 +24,7 @@ from .strategy import ALONE
 
 
 class Routing(NamedTuple):
-    """Where n tokens go that choose k experts each. Rows (n k,) are sorted by expert, then by token."""
+    """Assignment of n tokens to k experts each, as n k rows sorted by expert, then by token."""
 
     gates: Tensor  # (n k,) by row
     tokens: Tensor  # (n k,) token of each row
@@ -54,7 +53,7 @@ class Router(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Routing, Tensor | None]:
-        """Route tokens (n, width) of sequences of `length`. Returns the routing and the penalty ()."""
+        """Choose experts for tokens (n, width) of sequences of `length` tokens. Returns routing and penalty ()."""
         config, k = self.config, self.config.experts_per_token
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
@@ -92,7 +91,7 @@ class Router(nn.Module):
 
 
 class _Excess(torch.autograd.Function):
-    """Zero, with the excess as its gradient by the biases, independent of loss scaling."""
+    """A zero whose gradient with respect to the biases is `excess`, independent of loss scaling."""
 
     @staticmethod
     def forward(ctx: Any, balance: Tensor, excess: Tensor) -> Tensor:
@@ -106,7 +105,7 @@ class _Excess(torch.autograd.Function):
 
 
 class Penalised(torch.autograd.Function):
-    """The unchanged loss; penalties get the gradient that they would have as terms of it."""
+    """The loss, unchanged; the penalty gets the gradient that it would have as a term."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, penalty: Tensor) -> Tensor:
@@ -119,7 +118,7 @@ class Penalised(torch.autograd.Function):
 
 
 class ExpertMLP(nn.Module):
-    """Equal SwiGLU feed-forwards, stacked in one matrix: (n, width) -> (n, width), summed over a token's rows."""
+    """Equal SwiGLU feed-forwards, with stacked weights: (n, width) -> (n, width), summed over a token's experts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class ExpertMLP(nn.Module):
 
 
 class Stack(nn.Module):
-    """A weight named like that of an `nn.Linear`."""
+    """A module with only a weight, named as in `nn.Linear`."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -145,7 +144,7 @@ class _ExpertMLP(torch.autograd.Function):
         backward  dB = dY W,  dg = sum dB B,  dA = swiglu'(g dB),  dX = dA G,  dW = dY^T (g B),  dG = dA^T X
 
     Every product stays within an expert's rows; a token's result is the sum of its rows of Y. The tokens, A and g are
-    saved. CPUs compute one expert after the other, so that its rows stay in the cache across products.
+    saved.
     """
 
     @staticmethod
@@ -184,7 +183,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _stacks(gate_up: Tensor, down: Tensor, counts: Tensor) -> list[Tensor]:
-    """Return each expert's matrices, (experts, rows, columns)."""
+    """View both weights as (experts, rows, columns)."""
     return [weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down)]
 
 
@@ -192,7 +191,7 @@ Expert = int | Tensor  # its number; on GPUs in bf16 all experts, by the ends of
 
 
 def _parts(counts: Tensor, dtype: torch.dtype) -> list[tuple[slice, Expert]]:
-    """Return slices of rows to compute together, each with its expert."""
+    """Return slices of rows to compute together, each with its expert; on GPUs in bf16 one slice for all experts."""
     if on_gpu(counts) and dtype == torch.bfloat16:  # no grouped product of other types; below, `tolist` waits for a GPU
         return [(slice(None), counts.cumsum(0).to(torch.int32))]
     ends = list(accumulate(counts.tolist()))
@@ -200,14 +199,14 @@ def _parts(counts: Tensor, dtype: torch.dtype) -> list[tuple[slice, Expert]]:
 
 
 def product(x: Tensor, weights: Tensor, expert: Expert, out: Tensor) -> Tensor:
-    """Multiply rows (m, i) by their expert's weights (experts, i, o), into `out` (m, o)."""
+    """Write rows (m, i) times their expert's matrix, from weights (experts, i, o), to `out` (m, o)."""
     if isinstance(expert, int):
         return torch.mm(x, weights[expert], out=out)
     return out.copy_(F.grouped_mm(x, weights, offs=expert))
 
 
 def outer(left: Tensor, right: Tensor, expert: Expert, out: Tensor) -> None:
-    """Write left^T right, of rows (m, a) and (m, b), to their expert's place in `out` (experts, a, b)."""
+    """Write left^T right, of an expert's rows (m, a) and (m, b), to its matrix in `out` (experts, a, b)."""
     if isinstance(expert, int):
         torch.mm(left.mT, right, out=out[expert])
     else:
@@ -215,10 +214,10 @@ def outer(left: Tensor, right: Tensor, expert: Expert, out: Tensor) -> None:
 
 
 def balance_of(loads: Tensor) -> dict[str, list[float]]:
-    """Return how evenly tokens (blocks, experts) are distributed, one number per block.
+    """Measure how evenly tokens are distributed, given their numbers `loads` (blocks, experts); one result per block.
 
-    load_max: largest load over the mean. load_entropy: entropy over that of equal loads. dead_experts: experts without
-    tokens.
+    load_max: largest load over the mean. load_entropy: entropy over that of equal loads. dead_experts: number of
+    experts without tokens.
     """
     share = loads / loads.sum(-1, keepdim=True)
     return {
@@ -269,7 +268,7 @@ class MoE(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-        """Return the result and the router's penalty for sequences of `length`; x may be flat."""
+        """Return the output and the router's penalty for sequences of `length` tokens; x may be (tokens, width)."""
         flat = self.strategy.enter(x).flatten(0, -2)
         routing, penalty = self.router(flat, length)
         y = self.strategy.experts(self.experts, flat, routing)

@@ -1,7 +1,6 @@
 """A pre-norm decoder with RMSNorm, rotary positions, SwiGLU and grouped-query attention.
 
 Special here:
-- One matrix product gives query, key and value, and one gives the MLP's gate and up projection.
 - What a token sees (all before it, a window, its own document) is computed once per pass for all blocks, in the form
   that the attention backend reads (`backends.py`).
 - The vocabulary is padded to a round size for speed. Padding is never predicted.
@@ -60,7 +59,7 @@ class Attention(nn.Module):
         return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     def take_heads(self, ranks: int, rank: int) -> None:
-        """Compute an equal share of the query heads."""
+        """Take only this tensor-parallel rank's share of the query heads."""
         self.heads //= ranks
         if self.kv_heads >= ranks:
             self.kv_heads //= ranks
@@ -74,7 +73,7 @@ class Attention(nn.Module):
         return self.qkv(x)
 
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Apply bias, rotation, softmax and weighting: (…, rows of qkv) -> (…, heads * head_dim).
+        """Compute attention from query-key-value products: (…, rows of qkv) -> (…, heads * head_dim).
 
         … is batch and time, or both as one dimension; `cos` (time, head_dim / 2) defines time. `seen`: see `GPT.seen`.
         """
@@ -127,10 +126,10 @@ class Block(nn.Module):
         self.mlp: MLP | MoE = MoE(config, shared) if experts else MLP(config.width, config.mlp_hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Stream:
-        """Return the residual stream after the block.
+        """Return the residual stream after the block, with experts also their penalty.
 
         Args:
-            rows: (m,) rows of a flat x (n, w) to return, in inference; the backend has selected their queries.
+            rows: (m,) in inference, the rows of x (n, w) to return; the backend has selected the same queries.
         """
         if self.recompute == "full":
             return checkpointed(self._plain, x, cos, sin, *seen)
@@ -212,7 +211,7 @@ class GPT(nn.Module):
         self.place_angles()
 
     def place_angles(self, device: torch.device | None = None) -> None:
-        """Compute the rotary angles. A model built on `meta` needs this before its first step."""
+        """Compute the rotary `cos` and `sin`. A model built on `meta` needs this before its first step."""
         if (device or torch.get_default_device()).type == "meta":
             # No arithmetic here: on meta PyTorch's arithmetic imports the compiler, which takes more than a second.
             cos = sin = torch.empty(self.max_length, self.config.rotary // 2, device="meta")
@@ -223,7 +222,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        """Move the angles with the model, in fp32."""
+        """Apply `fn`, but recompute the rotary angles in fp32 on the model's device."""
         super()._apply(fn, recurse)
         self.place_angles(self.cos.device)
         return self
@@ -232,18 +231,18 @@ class GPT(nn.Module):
         return self.head.whole(self.logits(tokens)).view(*tokens.shape, -1)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits with padding; on a tensor-parallel rank only its columns."""
+        """Return logits, the vocabulary's padding included; on a tensor-parallel rank only its columns."""
         return self.head(self.last_hidden(tokens))
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
-        """Return the head's input; on a tensor-parallel rank only its rows."""
+        """Return the head's input; if ranks share sequences, only for this rank's tokens."""
         return self.leave(self.through(self.enter(tokens), tokens)[0])
 
     def enter(self, tokens: Tensor) -> Tensor:
         return self.embedding(self.strategy.own(tokens, 1))
 
     def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream after a chunk of the blocks, and their penalties. Masks depend on `tokens`."""
+        """Run a chunk of the blocks on the residual stream x, masked by `tokens`. Returns stream and penalty."""
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
@@ -263,7 +262,7 @@ class GPT(nn.Module):
         return x * self.output_scale if self.output_scale != 1.0 else x
 
     def seen(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return what attention reads to know which keys are visible: one tensor, or none if all are."""
+        """Return the tensor that tells the backend which keys each query sees, as a tuple; empty: all before it."""
         first = None if self.end_of_document is None else document_starts(tokens, self.end_of_document)
         seen = self.backend.seen(tokens, first, self.config.window, dtype)
         return () if seen is None else (seen,)
@@ -283,7 +282,10 @@ class GPT(nn.Module):
         return losses if penalty is None else Penalised.apply(losses, penalty)
 
     def keep(self, chunks: Sequence[range], embeds: bool, scores: bool) -> None:
-        """Remove the modules of other pipeline stages; names stay."""
+        """Keep only the blocks in `chunks`, the embedding if `embeds`, and norm and head if `scores`.
+
+        Parameters keep their names.
+        """
         self.chunks = list(chunks)
         for number in range(len(self.blocks)):
             if not any(number in chunk for chunk in chunks):
@@ -294,7 +296,7 @@ class GPT(nn.Module):
             self.register_module(name, nn.Identity())
 
     def chunk_of(self, parameter: str) -> int:
-        """Return the chunk whose backward pass computes a parameter's gradient."""
+        """Return the index of the chunk whose backward pass computes a parameter's gradient."""
         owner, number, *_ = parameter.split(".")
         if owner == "blocks":
             return next(place for place, chunk in enumerate(self.chunks) if int(number) in chunk)
@@ -305,7 +307,7 @@ class GPT(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def loads(self) -> Tensor | None:
-        """Return the tokens per expert in training since the last call, (blocks, experts); None: no experts."""
+        """Return the number of training tokens per expert since the last call, (blocks, experts); None: no experts."""
         routers = [moe.router for moe in self.mixtures]
         loads = [router.load for router in routers]
         for router in routers:
@@ -313,7 +315,7 @@ class GPT(nn.Module):
         return torch.stack([load for load in loads if load is not None]) if loads and None not in loads else None
 
     def set_attention(self, requested: str, device: torch.device, dtype: torch.dtype) -> Choice:
-        """Set the attention backend. Raises UserError if it cannot be used."""
+        """Choose and set the attention backend. Raises UserError if it cannot be used."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
         masks = has_window, has_documents, self.strategy.attention is not None
@@ -322,7 +324,7 @@ class GPT(nn.Module):
         return choice
 
     def follow(self, strategy: Strategy) -> None:
-        """Make all modules follow a strategy; call before `set_attention`."""
+        """Set in all modules the steps where ranks communicate; call before `set_attention`."""
         for module in self.modules():
             if isinstance(module, GPT | LatentAttention | MoE | Router):
                 module.strategy = strategy
@@ -336,7 +338,7 @@ class GPT(nn.Module):
                 module.backend = backend
 
     def set_recompute(self, mode: str) -> None:
-        """Set what blocks save: none | selective | full, see `Block`."""
+        """Set what blocks recompute: none | selective | full, see `Block`."""
         for block in self.blocks:
             if isinstance(block, Block):
                 block.recompute = mode
@@ -361,7 +363,7 @@ def sequence_losses(
     batch_tokens: int = 16384,
     beat: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Return the summed nats of each window of tokens (n, T + 1): (n,) float64 on the CPU, in the model's mode.
+    """Return the summed loss in nats of each of n windows of T + 1 tokens, (n,) float64 on the CPU.
 
     `beat` is called before every forward pass of about `batch_tokens` tokens.
     """

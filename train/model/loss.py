@@ -43,7 +43,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     fused: bool = True,
 ) -> Tensor:
-    """Return -log softmax(x W^T)[target] + z_loss * lse^2, in nats and fp32 (fp64 for fp64).
+    """Return -log softmax(x W^T)[target] + z_loss * logsumexp(x W^T)^2, in nats and fp32 (fp64 for fp64).
 
     Args:
         x: (n, width), the head's input.
@@ -96,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _in_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, work: Work, gradients: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Return losses (n,); also fill (dx (n, w), dW (V, w)) if passed."""
+    """Compute losses (n,) some rows at a time; also fill `gradients`, dx (n, w) and dW (V, w), if passed."""
     losses = torch.empty(len(x), dtype=_wide(x.dtype), device=x.device)
     step = rows_at_a_time(len(weight), "cuda" if on_gpu(x) else "cpu")
     for start in range(0, len(x), step):
@@ -124,9 +124,9 @@ def _kernel() -> Work:
 def cross_entropy_reference(
     logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return losses (n,) in at least fp32, and dz (n, V) times `scale` in the logits' type; 0 skips dz.
+    """Return losses (n,) in at least fp32, and their derivative by logits (n, V) times `scale`, in the logits' type.
 
-    The logits (n, V) are overwritten, and may be returned as dz.
+    The logits are overwritten, and may be returned as the derivative. `scale` 0 skips it.
     """
     if vocab_size < logits.shape[1]:
         logits[:, vocab_size:] = float("-inf")
@@ -146,7 +146,7 @@ def cross_entropy_reference(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """Add left^T (V, n) right (n, w) to a total (V, w); a `fresh` total is overwritten."""
+    """Add left^T (V, n) right (n, w) to `total` (V, w); with `fresh` overwrite it."""
     add, keep = partial(torch.addmm, beta=0.0 if fresh else 1.0, out=total), total.dtype
     if left.dtype == keep:
         add(total, left.T, right)

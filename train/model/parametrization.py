@@ -28,7 +28,7 @@ arXiv:2508.09752). The biases of a router's choice start at 0 and move by `balan
 
 The head starts at zero at every width, so the first loss is exactly ln(vocabulary). Tied embeddings start at
 1/sqrt(base_width) and keep the embedding's learning rate; instead, logits are divided by w (ibid., Table 3 and section
-B.1). Their first loss is above ln(vocabulary); a smaller initial std gives a higher final loss.
+B.1).
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ def empty_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int)
 
 
 def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and initial weights, fp32 on the CPU, one whole parameter at a time.
+    """Yield (name, initial weights) of one whole parameter at a time, fp32 on the CPU.
 
-    So a rank that holds a shard never holds the model. Every rank draws all weights, so a seed gives the same weights
-    on any mesh.
+    Every rank draws all weights, so a seed gives the same weights on any mesh.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model_shape(model).parameters:

@@ -2,8 +2,8 @@
 
 `selective` saves the outputs of the big matrix products and the residual stream; no product with a weight and no
 collective runs twice. To allow this, `recomputed` also drops the output of a function, although the next product needs
-it: the product's saved tensor becomes a view of the recomputed one, which `torch.utils.checkpoint` cannot do. Gradients
-have the same bits if a function gives the same bits twice. Under `torch.compile` both modes mark regions of the graph.
+it: the product's saved tensor becomes a view of the recomputed one. Gradients have the
+same bits if a function gives the same bits twice.
 
 Korthikanti et al. 2022, arXiv 2205.05198, section 5.
 """
@@ -60,7 +60,7 @@ class _Dropped:
         return self.saved - 1
 
     def dropper_of_views(self, out: Tensor) -> Callable[[Tensor], int | Tensor]:
-        """Return the pack hook while the product runs: drop views of `out`, save all else."""
+        """Return the hook for tensors that the product saves: drop views of `out`, save all else."""
         storage, dtype = out.untyped_storage()._cdata, out.dtype  # not `out`: the hook lives as long as the graph
 
         def drop(x: Tensor) -> int | Tensor:

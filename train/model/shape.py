@@ -1,7 +1,6 @@
 """The parameters of a GPT as a table of numbers, without torch, and the share of them that a rank holds.
 
-Counting, memory, tensor parallelism, initial weights, learning rates and export read this table. `gpt.py` builds
-modules with the same names in the same order.
+`gpt.py` builds modules with the same names in the same order.
 """
 
 from __future__ import annotations
@@ -57,22 +56,22 @@ TRAVELLING = {"cpu": 2**19, "cuda": 2**23}
 
 
 def rows_at_a_time(vocabulary: int, device: str) -> int:
-    """Return how many tokens have their logits in memory together."""
+    """Return the number of tokens whose logits are computed at a time."""
     return max(LOGITS_AT_A_TIME[device] // vocabulary, FEWEST_ROWS[device])
 
 
 def heads_at_a_time(heads: int, numbers: int, device: str) -> int:
-    """Return how many key/value heads of `numbers` numbers each travel together between context-parallel ranks."""
+    """Return how many key/value heads, of `numbers` elements each, context-parallel ranks send at a time."""
     return min(heads, -(-TRAVELLING[device] // numbers))
 
 
 def query_block(length: int) -> int:
-    """Return the queries per attention block on CPUs: 4 blocks skip 3/8 of the square."""
+    """Return the number of queries per attention block on CPUs: 4 blocks skip 3/8 of the scores."""
     return max(128, -(-length // 4))
 
 
 def visible_blocks(length: int, block: int, window: int | None = None) -> list[tuple[int, int, int]]:
-    """Return (first key, first query, end of both) of blocks of queries, with the keys that any of them sees."""
+    """Return (first visible key, first query, end of both) for each block of queries."""
     starts = range(0, length, block)
     return [(max(0, start - (window or length) + 1), start, min(start + block, length)) for start in starts]
 
@@ -185,7 +184,7 @@ class Shape:
 
     @property
     def inner(self) -> int:
-        """Return the hidden units of a block that one token uses."""
+        """Return the number of hidden units in a block that one token uses."""
         return self.hidden if self.experts is None else self.experts.chosen * self.experts.hidden + self.experts.shared
 
     @property
@@ -199,12 +198,12 @@ class Shape:
 
     @property
     def block_matrices(self) -> int:
-        """Return the weights of a block that one token is multiplied with."""
+        """Return the number of weights in a block's matrices that one token uses."""
         return sum(parameter.flops for parameter in self.block) // 2
 
     @property
     def matrices(self) -> int:
-        """Return the weights of all blocks that one token is multiplied with."""
+        """Return the number of weights in all blocks' matrices that one token uses."""
         return self.in_blocks(lambda parameter: parameter.flops) // 2
 
 
@@ -318,7 +317,7 @@ def model_shape(model: ModelConfig) -> Shape:
 
 @dataclass(frozen=True)
 class Share(Shape):
-    """One rank's share of a model and micro-batch. With few key/value heads it holds all and uses one."""
+    """One rank's share of a model and micro-batch. With fewer key/value heads than ranks it holds all and uses one."""
 
     split: bool  # over more than one tensor-parallel rank
     kv_used: int  # key/value heads that are attended with
@@ -378,7 +377,7 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
 
 
 def micro_batch_of(config: RunConfig) -> int:
-    """Return the sequences in one forward pass of a rank; by default small enough to fill a pipeline."""
+    """Return the number of sequences in one forward pass of a rank; by default small enough to fill a pipeline."""
     parallel, share = config.parallel, config.optimizer.batch_size // config.parallel.dp
     if parallel.micro_batch_size or parallel.pp == 1:
         return parallel.micro_batch_size or share

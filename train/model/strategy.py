@@ -1,4 +1,4 @@
-"""The steps of a forward pass where ranks communicate; `parallel/parallelize.py` builds them."""
+"""Communication of ranks in a forward pass, which `parallel/parallelize.py` sets up."""
 
 from __future__ import annotations
 
