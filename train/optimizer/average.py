@@ -12,12 +12,12 @@ from ..config import AverageConfig
 
 
 def copies(average: AverageConfig) -> int:
-    """Return the number of averaged copies: one per span of `ema`, two of `window`."""
+    """Return the number of averaged copies: one per span for `ema`, two for `window`."""
     return len(average.kept) * (2 if average.kind == "window" else 1)
 
 
 def newest_shares(average: AverageConfig, step: int) -> list[float]:
-    """Return the share of the newest weights in each copy after a step (1-based); the old content keeps the rest.
+    """Return the share of the newest weights in each copy after a step (1-based); the old average keeps the rest.
 
     ema: the mean age of its weights is that of a window of `span` times the steps (a power function of the step: Karras
     et al. 2024, arXiv 2312.02696, section 3.1). window: a plain mean, restarted every other block.
@@ -28,7 +28,7 @@ def newest_shares(average: AverageConfig, step: int) -> list[float]:
 
 
 def whole_copies(average: AverageConfig, step: int) -> dict[float, int]:
-    """Return span -> the copy that is its average after `step`; of two windows the one that began first."""
+    """Return, by span, the index of the copy that is its average after `step`; of two windows the one begun first."""
     if average.kind == "ema":
         return {span: copy for copy, span in enumerate(average.kept)}
     begins = {span: _begins(span, step) for span in average.kept}
@@ -40,7 +40,7 @@ def averaged_name(average: AverageConfig, span: float) -> str:
 
 
 def _begins(span: float, step: int) -> tuple[int, int]:
-    """Return the first steps of the windows in the two copies, which alternate over blocks that grow with the run."""
+    """Return the first step of the current window in both copies of a span, which restart in turn."""
     begins, block, first = [1, 1], 0, 1
     while (after := max(first + 1, math.ceil(first * (1 + span)))) <= step:
         block, first = block + 1, after

@@ -40,7 +40,10 @@ class MuonOptions:
 def direction(
     gradient: Tensor, moments: Sequence[Tensor], options: MuonOptions, divisor: Tensor | None, skipped: Tensor
 ) -> Tensor:
-    """Return U, a vector in the iteration's format. Overwrites the gradient, and unless `skipped` the moment."""
+    """Return the Nesterov momentum, in the iteration's precision.
+
+    Overwrites the gradient and, unless `skipped`, the moment.
+    """
     import torch  # not at the top, because planning imports the registry without torch
 
     (moment,) = moments
@@ -56,7 +59,7 @@ def direction(
 
 
 def orthogonalise(matrices: Tensor, *unused: Any) -> None:
-    """Replace each U by O, in place: (..., rows, columns)."""
+    """Orthogonalise and scale matrices (..., rows, columns) in place."""
     rows, columns = matrices.shape[-2:]
     for batch in matrices.flatten(0, -3).split(max(1, AT_A_TIME // (rows * columns))):
         x = batch / batch.flatten(1).norm(dim=1).clamp(min=SMALLEST_NORM)[:, None, None]
@@ -75,7 +78,7 @@ def muon(weight: Tensor, direction: Tensor, states: Sequence[Tensor], step: Step
 
 
 def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Yield matching pieces of the vectors, which fit a core's L2 cache on CPUs."""
+    """Yield matching pieces of equally long vectors, small enough for a core's L2 cache on CPUs."""
     from ..hardware import on_gpu  # not at the top, because planning imports the registry without torch
 
     size = max(1, len(vectors[0])) if on_gpu(vectors[0]) else 2**15
@@ -83,7 +86,7 @@ def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def flops(rows: int, columns: int) -> int:
-    """Return the FLOPs of the iterations' matrix products: X X^T, its square, and their product with X."""
+    """Return the FLOPs to orthogonalise one matrix: products X X^T, its square, and that times X, per iteration."""
     n, m = sorted((rows, columns))
     return ITERATIONS * (4 * n * n * m + 2 * n**3)
 

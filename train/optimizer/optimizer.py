@@ -1,7 +1,4 @@
-"""The declaration of an optimizer: its update, its state per parameter, and what it needs whole. No torch.
-
-ZeRO, checkpoints and the memory estimate follow the declaration.
-"""
+"""The declaration of an optimizer: its update, its state per parameter, and what it needs whole. No torch."""
 
 # ruff: noqa: RUF009  later() makes fields
 from __future__ import annotations
@@ -22,8 +19,7 @@ MATRICES = ("first", "latent", "last")  # roles of the matrices inside blocks, s
 class Options:
     """Options of an optimizer with decoupled weight decay, and the rule for the learning rate at every width.
 
-    Matrices whose fan-in grows with the width get `learning_rate * base_width / width`; embeddings and norms keep
-    `learning_rate * embedding_multiplier` (muP for Adam, Yang et al. 2022, Table 8).
+    The rule is muP for Adam (Yang et al. 2022, Table 8), see `model/parametrization.py`.
     """
 
     learning_rate: Positive = 6e-3  # at base_width

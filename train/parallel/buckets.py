@@ -1,4 +1,4 @@
-"""Flat buckets: the order of parameters in a bucket, and the slice that each rank owns. Pure.
+"""Flat buckets: the order of parameters in a bucket, and the slice that each rank owns.
 
 A bucket is cut into one equal slice per data-parallel rank. Parameters with the same learning rate and weight decay are
 adjacent in it. Padding stays zero: optimizers leave a zero with a zero gradient at zero.
@@ -23,7 +23,7 @@ Range = tuple[int, int]  # start, stop
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a flattened parameter in its bucket."""
+    """The position of a flattened parameter in its bucket."""
 
     name: str
     start: int
@@ -57,7 +57,7 @@ class BucketLayout:
 
     @property
     def segments(self) -> list[tuple[int, Range]]:
-        """Return (group, range) of adjacent parameters with the same rates; together they cover the bucket."""
+        """Return (group, range) of adjacent parameters with one learning rate and decay; they cover the bucket."""
         firsts = [slot for i, slot in enumerate(self.slots) if i == 0 or self.slots[i - 1].group != slot.group]
         stops = [*(slot.start for slot in firsts[1:]), self.size]
         return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
@@ -74,12 +74,12 @@ def pack_bucket(
 
 
 def bucket_limit(itemsize: int) -> int:
-    """Return the number of elements of `itemsize` bytes that travel together."""
+    """Return how many elements of `itemsize` bytes one bucket may have."""
     return max(1, int(BUCKET_MB * 2**20 / itemsize))
 
 
 def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split names, in order, into runs of at most `limit` elements."""
+    """Split names, in order, into lists whose sizes sum to at most `limit`."""
     runs: list[list[str]] = []
     held = limit
     for name in names:
@@ -94,10 +94,10 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
 def bucket_layouts(
     sizes: Mapping[str, int], groups: Mapping[str, int], limit: int, ranks: int, *, gathered: bool, ep: int = 1
 ) -> list[BucketLayout]:
-    """Return buckets in backward order for parameters in forward order.
+    """Assign parameters, listed in forward order in `sizes`, to buckets, returned in backward order.
 
-    With `gathered`, as ZeRO-3 needs: the final norm with the head (and a tied table), each block, and an untied table.
-    With ep > 1 experts have separate buckets, of ranks / ep ranks.
+    With `gathered` (ZeRO-3) a bucket is the final norm with the head (and a tied table), a block, or an untied table;
+    else it has up to `limit` elements. With ep > 1 experts have separate buckets, of ranks / ep ranks.
     """
     backward = list(sizes)[::-1]
     runs = _gathered(backward) if gathered else fill(backward, sizes, limit)
@@ -125,9 +125,9 @@ def _gathered(backward: Sequence[str]) -> list[list[str]]:
 def counted(
     bucket: BucketLayout, placements: Mapping[str, Placement], tp_rank: int, left_out: Container[int] = ()
 ) -> list[Range]:
-    """Return ranges whose squares a tensor-parallel rank adds to the gradient norm.
+    """Return ranges of a bucket whose squares a tensor-parallel rank adds to the gradient norm.
 
-    These are its own pieces, and on the first rank the shared ones. `left_out` groups are not counted.
+    These are its own pieces, and on rank 0 also the shared ones, except in `left_out` groups.
     """
     return _merge(
         (r, (tp_rank == 0 or not piece.shared) and group not in left_out)
@@ -136,7 +136,7 @@ def counted(
 
 
 def partial(bucket: BucketLayout, placements: Mapping[str, Placement]) -> list[Range]:
-    """Return ranges whose gradient is one term of a sum over tensor-parallel ranks."""
+    """Return ranges of a bucket whose gradient must still be summed over tensor-parallel ranks."""
     return _merge((r, piece.partial) for r, _, piece in _pieces(bucket, placements))
 
 
@@ -162,7 +162,7 @@ def _merge(ranges: Iterable[tuple[Range, bool]]) -> list[Range]:
 
 
 def clip(ranges: Iterable[Range], owned: Range) -> list[Range]:
-    """Return the parts of ranges inside a slice, relative to the start of the slice."""
+    """Return the parts of ranges inside `owned`, relative to its start."""
     first, last = owned
     return [
         (max(start, first) - first, min(stop, last) - first)

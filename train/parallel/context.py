@@ -3,7 +3,6 @@
 Special here:
 - Rank r has the pieces r and 2 cp - 1 - r of 2 cp, so that all ranks have equal causal work at every step of the ring.
 - A rank's tokens stay in order, so what a query sees of a rank's keys is one range, and each step is one product.
-- With many tokens, heads go round the ring a few at a time, to use less memory.
 - Partial results are merged in fp32 by their log-sum-exp. The backward pass uses the final one in every block, so that
   partial derivatives are those of the whole softmax. Those of keys and values travel with them back to their rank.
 
@@ -34,7 +33,7 @@ _derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def own_part(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's two pieces of the sequence along a dimension."""
+    """Return this rank's two pieces of the sequence along dimension `dim`."""
     pieces = x.unflatten(dim, (2 * group.size(), -1)).unbind(dim)
     return torch.cat([pieces[piece] for piece in _pieces(group.size(), group.rank())], dim)
 
@@ -50,13 +49,16 @@ def mean_over_parts(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def plain_pairs(cp: int, rank: int, source: int, piece: int) -> list[Pair]:
-    """Return the pair of a source without a mask: 2 x 1 pieces, or of this rank the triangle of 2 x 2 pieces."""
+    """Return the `Pair` of rank `source`'s keys without a mask.
+
+    It is 2 x 1 or 1 x 2 pieces (queries x keys), or for this rank's own keys the causal triangle of 2 x 2.
+    """
     first, last, both = slice(0, piece), slice(piece, 2 * piece), slice(0, 2 * piece)
     return [(both, both, 0) if source == rank else (both, first, piece) if source < rank else (last, both, 2 * piece)]
 
 
 def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None, block: int) -> Iterator[Pair]:
-    """Yield blocks of queries, each with the keys of a source that any of them may see."""
+    """Yield blocks of queries, each with the slice of rank `source`'s keys that they may see, as `Pair`s."""
     for half, number in enumerate(_pieces(cp, rank)):
         for start in range(0, piece, block):
             stop = min(start + block, piece)
@@ -68,12 +70,12 @@ def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None
 
 
 def _before(position: int, cp: int, source: int, piece: int) -> int:
-    """Return how many of a source's tokens precede a position."""
+    """Return how many of rank `source`'s tokens precede a position."""
     return sum(min(max(position - number * piece, 0), piece) for number in _pieces(cp, source))
 
 
 def _send_on(sent: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start to send a tensor to the next rank; returns a function that waits for the tensor of the previous rank."""
+    """Start to send a tensor to the next rank. Returns a function that waits for and returns the previous rank's."""
     cp, rank, received = group.size(), group.rank(), torch.empty_like(sent)
     send = P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % cp)
     receive = P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % cp)
@@ -98,9 +100,9 @@ class Ring(Backend):
         object.__setattr__(self, "attention", torch.compiler.disable(_Attention.apply))
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the first position that each of this rank's queries sees, (batch or 1, time / cp); None: 0.
+        """Return the first position that each of this rank's queries sees, (batch, time / cp), or None if 0.
 
-        With 1, it holds for all rows.
+        The batch is 1 if all rows are equal.
         """
         first = super().seen(tokens, first, window, dtype)
         if first is None:
@@ -115,9 +117,9 @@ class Ring(Backend):
     def steps(
         self, key_value: Tensor, seen: Tensor | None, window: int | None
     ) -> Iterator[tuple[Tensor, list[tuple[Pair, Tensor | None]]]]:
-        """Yield the keys and values of one rank after the other, (2, batch, time, kv_heads, d), with their pairs.
+        """Yield the keys and values of each rank in turn, (2, batch, time, kv_heads, d), with the `Pair`s to compute.
 
-        Meanwhile the next ones arrive. Each pair comes with the first key that every query of it sees, or None.
+        Meanwhile the next ones arrive. Each pair comes with the first key that each of its queries sees, or None.
         """
         cp, rank, piece = self.group.size(), self.group.rank(), key_value.shape[2] // 2
         block = piece if self.name == "ours" else query_block(piece)
@@ -141,7 +143,7 @@ class Ring(Backend):
                 key_value = arrived()
 
     def forward(self, query: Tensor, key_value: Tensor, ahead: int, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf if a query sees nothing."""
+        """Return output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf for a query without keys."""
         if self.name == "ours":
             return torch.ops.isoflop.flash_forward(query, *key_value, first, query.shape[-1] ** -0.5, ahead)
         mask, blind = _mask(query, key_value.shape[2], ahead, first)
@@ -152,7 +154,10 @@ class Ring(Backend):
     def backward(
         self, forward: tuple[Tensor, ...], key_value: Tensor, ahead: int, first: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return derivatives of query, key and value, from the log-sum-exp over the keys of all ranks."""
+        """Return derivatives of query, key and value.
+
+        `forward`: grad, query, output, and log-sum-exp over the keys of all ranks.
+        """
         grad, query, out, lse = forward
         if self.name == "ours":
             scale = query.shape[-1] ** -0.5
@@ -168,7 +173,7 @@ def ring_over(backend: Backend, group: ProcessGroup) -> Ring:
 
 
 def _mask(query: Tensor, keys: int, ahead: int, first: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask to add to scores, (batch, 1, queries, keys), and the blind queries, (batch, 1, queries)."""
+    """Return a mask to add to scores, (batch, 1, queries, keys), and which queries see no key, (batch, 1, queries)."""
     if first is None:
         return None, None
     row, column = (torch.arange(count, device=query.device) for count in (query.shape[1], keys))
@@ -236,7 +241,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _turns(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
-    """Return slices of query heads, each with the key/value heads that serve them, to go round the ring together."""
+    """Return slices of query heads, each with its key/value heads, that go round the ring together."""
     kv_heads, group = key.shape[2], query.shape[2] // key.shape[2]
     step = heads_at_a_time(kv_heads, key[:, :, 0].numel(), "cuda" if on_gpu(key) else "cpu")
     return [(slice(at * group, (at + step) * group), slice(at, at + step)) for at in range(0, kv_heads, step)]

@@ -23,7 +23,7 @@ from .mesh import all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class Shared:
-    """A bucket and the ranks that share it. Each updates its slice; at stage 0 each updates the whole bucket."""
+    """A bucket and the ranks that share it. Each updates its slice; at ZeRO stage 0 each updates the whole bucket."""
 
     layout: BucketLayout
     group: ProcessGroup | None
@@ -103,7 +103,10 @@ class Gradients:
 
     @contextmanager
     def micro_batch(self, last: bool, chunk: int = 0) -> Iterator[None]:
-        """Run the backward pass of a chunk; at its end the buckets are being reduced."""
+        """Collect a chunk's gradients from the backward pass in this block, and start to sum full buckets over ranks.
+
+        At ZeRO stages 0 and 1 sums start only in the `last` micro-batch.
+        """
         chunk_buckets = {number: bucket for number, bucket in enumerate(self.buckets) if bucket.layout.chunk == chunk}
         self.queue, self.last = [number for number, bucket in chunk_buckets.items() if not bucket.layout.ends], last
         for bucket in chunk_buckets.values():
@@ -121,7 +124,7 @@ class Gradients:
             bucket.fresh = False
 
     def wait(self) -> None:
-        """Wait until every sum is complete; on a GPU only the current stream waits."""
+        """Wait until all gradients are summed over ranks; on a GPU only the current stream waits."""
         for bucket in self.buckets:
             if bucket.layout.ends:  # not earlier: the last stage would wait for the first within a backward pass
                 self._start(bucket)

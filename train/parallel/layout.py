@@ -1,4 +1,4 @@
-"""The part of each parameter that a rank holds, and its place in the whole parameter. Pure.
+"""The part of each parameter that a rank holds, and its place in the whole parameter.
 
 ZeRO cuts flattened parameters anywhere, so a shard is a range of elements, which `boxes` turns into a few rectangles.
 """
@@ -74,7 +74,10 @@ class Box:
 
 
 def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
-    """Yield elements start … stop of a rank's flattened part as rectangles of the whole: at most 3 per piece in 2-D."""
+    """Yield the rectangles of the whole parameter that elements start … stop of a rank's flattened part fill.
+
+    There are at most 3 per `Piece` of a matrix.
+    """
     row = math.prod(placement.local_shape[1:])
     first = 0
     for piece in placement.pieces:

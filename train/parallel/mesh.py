@@ -76,7 +76,7 @@ class Mesh:
         return self.data_rank % self.ep
 
     def coordinates(self, rank: int) -> tuple[int, int]:
-        """Return a rank's place in its data group and among its tensor-parallel ranks, without a pipeline."""
+        """Return a rank's index in its data group and its tensor-parallel index, on a mesh without a pipeline."""
         return divmod(rank, self.tp)
 
     @property
@@ -89,7 +89,7 @@ class Mesh:
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's picklable value, by rank."""
+        """Gather a picklable value from every rank. Returns the values, by rank."""
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.size

@@ -37,7 +37,7 @@ def strategy_of(mesh: Mesh, sequence_parallel: bool) -> Strategy:
 
 
 def parallelize(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Placement]:
-    """Give a model on `meta` this rank's modules and strategy. Returns the placement of every parameter.
+    """Reduce a model on `meta` to this rank's share. Returns the placement of every parameter.
 
     Parameters keep their names, and get the `local_shape` of their placements.
     """

@@ -37,14 +37,14 @@ class Message(NamedTuple):
 
 
 class Messages:
-    """Messages that one rank sends and receives while all ranks go through their lists.
+    """Messages that one rank sends and receives while all ranks execute their lists.
 
     Args:
         lists: the actions of every rank.
-        chunks: of blocks, per rank.
+        chunks: number of chunks per rank.
         mesh: with `mesh.pp * chunks` virtual stages.
         shapes: of the residual stream of each micro-batch.
-        like: a tensor with its dtype and device.
+        like: a tensor with the stream's dtype and device.
         patient: a send waits for the one before the last; allowed if all ranks have the same list of forward actions.
     """
 
@@ -82,7 +82,7 @@ class Messages:
         self.sent.append((message, work, x))
 
     def let_go(self, has_arrived: Callable[[Message], bool] = lambda message: True) -> None:
-        """Forget messages that have arrived; by default wait for all."""
+        """Wait for sends that have arrived, by default all, and free their tensors."""
         for message, work, _ in self.sent:
             if has_arrived(message):
                 work.wait()
@@ -111,7 +111,7 @@ def edge(mesh: Mesh, way: int, source: int, target: int) -> ProcessGroup:
 
 
 def meet(mesh: Mesh, way: int, word: Tensor) -> None:
-    """Connect neighbours in turn: NCCL connects two ranks at their first message, and waits for both."""
+    """Send `word` round the stages in turn: NCCL connects two ranks at their first message, and blocks both."""
     step = 1 if way == FORWARD else -1
     for source, target in ((rank, (rank + step) % mesh.pp) for rank in range(mesh.pp)):
         if mesh.pp_rank == source:
@@ -130,7 +130,9 @@ class Pipeline:
             meet(mesh, way, self.like.new_zeros(1))
 
     def step(self, rows: Sequence[Tensor], share: float, z_loss: float, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run the forward and backward passes of micro-batches of tokens (n, T + 1), each `share` of the batch.
+        """Run forward and backward passes of micro-batches `rows`, tokens (n, T + 1), each `share` of the batch.
+
+        `scaled` applies the loss scale.
 
         Returns:
             This rank's part () of the batch's mean loss; 0 except on the last stage.
@@ -163,7 +165,7 @@ class Pipeline:
 
     @torch.no_grad()
     def losses(self, windows: Tensor, beat: Callable[[], None], batch_tokens: int = 16384) -> Tensor:
-        """Return on every rank the result of `sequence_losses`; all ranks must call it."""
+        """Compute `sequence_losses` over all stages; all ranks must call it, and get the result."""
         rows = windows.to(self.like.device).split(max(1, batch_tokens // (windows.shape[1] - 1)))
         groups = [range(first, min(first + self.mesh.pp, len(rows))) for first in range(0, len(rows), self.mesh.pp)]
         chunks = range(len(self.gpt.chunks))
@@ -184,7 +186,7 @@ class Pipeline:
         return read(result)
 
     def loads(self) -> Tensor:
-        """Return `GPT.loads` of the blocks of all stages; all ranks must call it."""
+        """Return `GPT.loads` of all stages' blocks; all ranks must call it."""
         config = self.gpt.config
         total = torch.zeros(config.depth, config.experts, dtype=torch.int64, device=self.like.device)
         if (loads := self.gpt.loads()) is not None:
@@ -203,7 +205,7 @@ class Pipeline:
     def _forward(
         self, messages: Messages, micro: int, chunk: int, tokens: Tensor
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Return what a chunk receives from another stage, its output, and its penalty."""
+        """Run a chunk's forward pass. Returns its input (None on the first stage), output and penalty."""
         stage = self._stage(chunk)
         if stage == 0:
             return None, *self.gpt.through(self.gpt.enter(tokens), tokens)
@@ -219,7 +221,7 @@ class Pipeline:
         x: Tensor | None,
         roots: list[Any],
     ) -> None:
-        """Run the backward pass from a loss, or from an output and its penalty, with gradient `slope`."""
+        """Run a chunk's backward pass from its loss, or its output and penalty (`slope`: the penalty's gradient)."""
         stage, slopes = self._stage(chunk), list[Tensor]()
         if stage != messages.last:
             slopes = [messages.receive(BACKWARD, micro, stage), *[slope] * (len(roots) - 1)]

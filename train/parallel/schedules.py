@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: the actions of each rank in one step, and the blocks of each stage. Pure, no torch.
+"""Pipeline schedules as data: the actions of each rank in one step, and the blocks of each stage. No torch.
 
 Chunk c of rank r is virtual stage c * stages + r. A micro-batch goes forward through the virtual stages from 0 on, and
 its gradients go back. A rank stores the activations of a micro-batch from a chunk's forward action to its backward one.
@@ -33,7 +33,7 @@ Need = tuple[Kind, int, int]  # an action by its kind, micro-batch and virtual s
 
 
 def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
-    """Return the actions of each of `stages` ranks.
+    """Return the actions of each of `stages` ranks in one step.
 
     Raises:
         ValueError: no such schedule, or it does not allow this number of chunks or micro-batches.
@@ -61,11 +61,11 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> lis
 def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[range]:
     """Divide blocks over virtual stages, in order and at least one each, to minimize the largest cost of a stage.
 
-    The costs of the other stages are near the mean.
+    Returns each stage's range of blocks. The costs of the other stages are near the mean.
 
     Args:
         costs: of each block, at least `stages` of them.
-        stages: virtual stages of the pipeline.
+        stages: number of virtual stages.
         last: cost of the last stage in addition to its blocks.
     """
     count, sums = len(costs), [0.0, *accumulate(costs)]

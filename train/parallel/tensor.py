@@ -2,12 +2,10 @@
 
 Special here:
 - A block's first matrices are split by rows and its last ones by columns, so heads and hidden units stay on a rank.
-- With fewer key/value heads than ranks, every rank holds them all and uses the one that serves its queries.
 - Collectives are PyTorch's functional operators: `torch.compile` traces them, and they return at once, so that the code
   before `wait` overlaps with them.
-- A gathered activation is gathered again in the backward pass instead of saved: 1 / tp of the memory.
 - No rank holds the logits of the whole vocabulary: ranks exchange two numbers per token, combined in the same order
-  everywhere, and the gradient overwrites the logits.
+  everywhere.
 
 Column and row products: Megatron-LM, arXiv 1909.08053, section 3. Sequence parallelism, which splits the residual
 stream as (batch * time / tp, width): Korthikanti et al., arXiv 2205.05198, section 4.2.
@@ -48,7 +46,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def wait(x: Tensor) -> Tensor:
-    """Return the result of a collective; on GPUs the stream waits, not the host."""
+    """Wait for a collective's result and return it; on GPUs the stream waits, not the host."""
     return _collectives.wait_tensor(x)
 
 
@@ -193,7 +191,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class VocabularyEmbedding(SplitWeight):
-    """Rows of the whole table, with sequence parallelism (batch * time / tp, w)."""
+    """Embeddings from a table split over ranks, with sequence parallelism (batch * time / tp, w)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.sequence_parallel:
@@ -262,14 +260,14 @@ class VocabularyHead(ColumnLinear):
         self.vocab_size = vocab_size
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Gather every rank's columns, (…, V/tp) -> (…, V), without a gradient."""
+        """Gather every rank's columns of logits, (…, V/tp) -> (…, V), without a gradient."""
         columns = logits.detach().movedim(-1, 0)
         logits = wait(all_gather(columns, self.group)).movedim(0, -1).contiguous()
         logits[..., self.vocab_size :] = float("-inf")
         return logits
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Return this rank's columns of logits, or with targets (…) their losses in nats, fp32, the same on every rank.
+        """Return this rank's columns of logits, or with `targets` (…) losses in nats, fp32, the same on every rank.
 
         The backward pass overwrites the logits.
         """

@@ -2,7 +2,6 @@
 
 Every parameter has an owner, which gets its boxes from the ranks that hold them, updates the matrices fused in it, and
 sends them back: two exchanges per step. Parameters of one size are dealt out to owners in turn, to balance the work.
-Matrices of one shape are one batch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SMALL = 2**18
 class Matrices:
     """Whole matrices of the parameters in groups from number `first` on, and their optimizer states.
 
-    They are the end of a rank's slice of each bucket; at stage 0 all data-parallel ranks hold the same.
+    They come last in a rank's slice of each bucket; at stage 0 all data-parallel ranks hold the same.
     """
 
     states: dict[tuple[int, str], Tensor]  # by parameter number and name: one vector for all its matrices
@@ -73,7 +72,7 @@ class Matrices:
         self.mine = [index for index in turns if owner[index] == mesh.rank]
 
         def is_sender(holder: int, index: int, box: Box) -> bool:
-            """Return whether the owner gets a box from this holder; several may hold it."""
+            """Return whether `holder` sends its box to the owner; several ranks may hold it."""
             (data, part), (held_data, held_part) = mesh.coordinates(owner[index]), mesh.coordinates(holder)
             return (not replicated or held_data == data) and (not box.shared or held_part == part)
 
@@ -108,10 +107,10 @@ class Matrices:
     def transform(
         self, vectors: Sequence[Tensor], work: Callable[..., None], options: OptimizerConfig, skipped: Tensor
     ) -> None:
-        """Transform all matrices in place, grouped by shape.
+        """Apply `work` to all matrices in place, grouped by shape.
 
         Args:
-            vectors: per bucket, the elements that this rank holds.
+            vectors: per bucket, this rank's elements of the matrices.
             work: called with matrices (k, rows, columns) of one shape, their states, `options` and `skipped`.
         """
 

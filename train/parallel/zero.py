@@ -1,8 +1,7 @@
 """One rank's parameters, gradients and optimizer state, and how much of each it holds: ZeRO stages 0 to 3.
 
 Data-parallel rank d owns slice d of every flat bucket (stage 0: all of it). Of the other slices it holds weights and
-gradients at stage 1, weights at 2, nothing at 3. In low precision the owner has fp32 master weights. A step never waits
-for the device.
+gradients at stage 1, weights at 2, nothing at 3. In low precision the owner has fp32 master weights.
 
 At stages 1 and 2 updated slices are gathered in place, and a module waits for its buckets. At stage 3 a bucket is a
 block, gathered while the block before it computes, and freed after use. Rajbhandari et al. 2020 (arXiv 1910.02054);
@@ -47,7 +46,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbours in a rank's slice of a bucket that one optimizer updates; it may be empty."""
+    """Adjacent elements in a rank's slice of a bucket that one optimizer updates; it may be empty."""
 
     optimizer: Optimizer
     start: int  # in the slice
@@ -143,7 +142,7 @@ class Bucket:
 
 
 def schedule_gathers(gpt: GPT, buckets: Sequence[Bucket]) -> None:
-    """Hook a model so that it waits for weights; at stage 3 it fetches them a block ahead and releases them."""
+    """Register hooks that wait for a module's weights; at stage 3 they also fetch them a block ahead and free them."""
     bucket_of = {
         id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket.parameters.values()
     }
@@ -188,7 +187,7 @@ def _release_after(
     keep: bool,
     before_backward: Callable[..., None] | None = None,
 ) -> None:
-    """Release buckets after a forward pass; with `keep` only if no backward pass follows."""
+    """Register a hook that releases buckets after a forward pass; with `keep` only if no backward pass follows."""
 
     def hook(module: nn.Module, arguments: Any, result: Tensor | tuple[Tensor, ...]) -> None:
         out = result[0] if isinstance(result, tuple) else result  # without the penalty of a mixture of experts
@@ -258,7 +257,7 @@ class Zero:
             self._measured += [shard[start:stop] for start, stop in ranges]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the weights from (name, whole fp32 CPU tensor), one per parameter; this rank takes its part of each."""
+        """Set the weights from pairs (name, whole fp32 CPU tensor), one per parameter; this rank copies its part."""
         slots = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
         self.forget()
         for name, whole in weights:
@@ -276,7 +275,7 @@ class Zero:
             bucket.own.copy_(bucket.master)
 
     def forget(self) -> None:
-        """Wait for gathers, so that buckets may be written to; at stage 3 release them."""
+        """Wait for gathers, so that buckets may be written to; at stage 3 free gathered weights."""
         for bucket in self.buckets:
             bucket.wait()
             bucket.release()
@@ -325,14 +324,14 @@ class Zero:
 
     @torch.no_grad()
     def keep_averages(self, shares: Sequence[float]) -> None:
-        """Mix the weights into each average i with the share shares[i]."""
+        """Set each average i to (1 - shares[i]) of itself plus shares[i] of the weights."""
         for bucket in self.buckets:
             for average, share in zip(bucket.averages, shares, strict=True):
                 average.lerp_(bucket.master, share)
 
     @contextmanager
     def with_average(self, copy: int) -> Iterator[None]:
-        """Use an average as weights inside this block, and restore the same bits of the weights after it."""
+        """Use average number `copy` as weights inside this block, and restore the weights bit for bit after it."""
         self._exchange(copy)
         try:
             yield
@@ -349,7 +348,7 @@ class Zero:
         self.publish()
 
     def _directions(self, divisor: Tensor | None, skipped: Tensor) -> list[Tensor]:
-        """Return the updates of parameters that are updated as whole matrices, in this rank's slice of each bucket."""
+        """Return, per bucket, this rank's elements of the updates that need whole matrices; empty if none do."""
         rule, directions = OPTIMIZERS[self.options.kind].whole, list[Tensor]()
         if rule is None:
             return directions
@@ -362,7 +361,7 @@ class Zero:
         return directions
 
     def _sum_partial(self) -> None:
-        """Sum gradients of which tensor-parallel ranks hold terms, at the same places on all ranks."""
+        """Sum over tensor-parallel ranks the gradients of which each rank has one term."""
         if self.mesh.tp_group is None or not self._partial:
             return
         terms = torch.cat([part.to(self.wide) for part in self._partial])
@@ -384,7 +383,7 @@ class Zero:
         return both[0], both[1].sqrt()
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
-        """Return what gradients are divided by: the loss scale, times a factor if the norm is clipped."""
+        """Return the number that divides gradients: the loss scale, larger if the norm is clipped; None: 1."""
         limit = self.options.gradient_clip
         if limit == 0:
             return scale
@@ -441,7 +440,7 @@ def shared(layout: BucketLayout, mesh: Mesh, stage: int) -> Shared:
 def layouts_of(
     gpt: GPT, groups: Sequence[ParameterGroup], dtype: torch.dtype, mesh: Mesh, *, gathered: bool
 ) -> list[BucketLayout]:
-    """Return the layouts of buckets. None spans two chunks; a tied table on both pipeline ends has a separate one."""
+    """Return the layouts of a model's buckets, each in one chunk; a tied table on both pipeline ends is separate."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
