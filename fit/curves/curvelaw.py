@@ -46,7 +46,7 @@ class CurveLaw:
         self.warm = warm
 
     def fit(self, curves: pd.DataFrame, schedules: Mapping[Any, Any] | None = None) -> CurveLaw:
-        """Fit to a DataFrame run, step, lr, loss[, N]. schedules: run -> exact lr of its steps 1..T."""
+        """Fit to a DataFrame of run, step, lr, loss[, N]. `schedules`: run -> exact lr of its steps 1..T."""
         return self.fit_runs(curves_of(curves, schedules))
 
     def fit_runs(self, curves: list[Curve]) -> CurveLaw:
@@ -55,7 +55,7 @@ class CurveLaw:
         return self
 
     def _fit_curves(self, curves: list[Curve]) -> CurveLaw:
-        """Fit to curves without their warm-up."""
+        """Fit to curves whose warm-up is left out."""
         runs = [run for run in curves if len(run.steps)]
         if not runs:
             raise InputError("every loss is from the warm-up, which is left out; give longer curves.")
@@ -92,12 +92,12 @@ class CurveLaw:
         return pd.DataFrame(dict(zip(("loss", "low", "high"), self._interval(query, level), strict=True)))
 
     def final(self, lr: Any, N: float | None = None, level: float = 0.95) -> tuple[float, float, float]:
-        """Return the loss after the last step of lr (T,), and its interval."""
+        """Predict the loss after the last step of lr (T,). Returns loss, low and high."""
         loss, low, high = self._interval(self._query(lr, N, last_only=True), level)
         return float(loss[0]), float(low[0]), float(high[0])
 
     def best_schedule(self, steps: int, peak: float, N: float | None = None, warmup: int = 0) -> Array:
-        """Return rates (steps,) that fall from `peak` to the lowest last loss under the law (Luo et al. 2025)."""
+        """Return rates (steps,), falling from `peak` after `warmup`, with the lowest last loss (Luo et al. 2025)."""
         from scipy.optimize import minimize
 
         if not (steps > max(warmup, 0) + 1 and peak > 0):
@@ -147,7 +147,7 @@ class CurveLaw:
         return losses(self._form, self._make_design([query], fine=True), self._values(self._theta))[0]
 
     def _disagreement(self, query: tuple[Array, np.ndarray, float | None], value: Array) -> Array:
-        """Return the weighted sum of squared distances of the other forms in log loss, (rows,)."""
+        """Return the weighted sum over the other forms of squared distances from `value` in log loss, (rows,)."""
         if not self.cooldown_seen_:
             return np.zeros_like(value)
         if self._rivals is None:
@@ -180,7 +180,7 @@ class CurveLaw:
         }
 
     def _log_losses(self, theta: Array, d: Design) -> tuple[Array, Array]:
-        """Return log losses (rows,) and derivatives (rows, constants)."""
+        """Return log losses (rows,) and their derivatives (rows, constants)."""
         values = self._values(theta)
         loss, by = losses(self._form, d, values, slopes=True)
         safe = np.maximum(loss, 1e-3 * np.exp(self._target.min()))
@@ -212,7 +212,7 @@ class CurveLaw:
         self._misfit = float(np.mean(residuals_and_slopes(self._theta)[0] ** 2)) + 1e-16
 
     def _starts(self, constants: list[Constant]) -> list[Array]:
-        """Return start points in the fitted coordinates."""
+        """Return start points of the fit, in its coordinates."""
         scale = float(np.exp(self._target.min()))
         amplitudes = {"E": 0.8, "F": 0.2, "A": 0.2, "B": 0.1}
         starts = []
@@ -250,7 +250,7 @@ class CurveLaw:
         self.noise_ = float(np.sqrt(max(np.mean(products), np.mean([np.mean(residual[end] ** 2) for end in ends]))))
 
     def moved(self, left_out: slice | Array) -> Array:
-        """Return the change of the constants, by one Gauss-Newton step, if these rows are left out."""
+        """Estimate by one Gauss-Newton step how the fitted coordinates change without the rows `left_out`."""
         _, slope, residual, weight, normal = self._fit
         J, w = slope[left_out], weight[left_out]
         return -np.linalg.solve(normal - J.T @ (w[:, None] * J), J.T @ (w * residual[left_out]))
@@ -267,7 +267,7 @@ class CurveLaw:
 
 
 def memory(runs: list[Array]) -> float:
-    """Return the number of neighbours worth one independent point: 1 + 2 sum of autocorrelations (Geyer)."""
+    """Return how many correlated residuals are worth one independent one: 1 + 2 sum of autocorrelations (Geyer)."""
     longest = max(len(run) for run in runs)
     power = sum(float(run @ run) for run in runs)
     if power <= 0:
@@ -293,6 +293,6 @@ def _blocks(part: slice, length: float) -> list[slice]:
 
 
 def _falls(lr: Array) -> bool:
-    """Return whether the rate falls enough after warm-up to learn from."""
+    """Return whether the rate falls far enough after its maximum to learn from."""
     peak = float(lr.max())
     return bool(lr[int(np.argmax(lr)) :].min() < peak * (1 - SEEN))

@@ -29,7 +29,7 @@ class Curve:
     N: float | None = None
 
     def past_warmup(self, warm: float = WARM) -> Curve:
-        """Return the curve after the rate first reaches its maximum and a further share `warm` of all steps."""
+        """Leave out losses until lr first reaches its maximum, and in a further share `warm` of all steps."""
         keep = self.steps > int(np.argmax(self.lr >= self.lr.max() * (1 - 1e-9))) + warm * len(self.lr)
         return Curve(self.run, self.lr, self.steps[keep], self.loss[keep], self.N)
 
@@ -39,7 +39,7 @@ class Curve:
 
 
 def read_curves(path: str | Path) -> pd.DataFrame:
-    """Read curves from a CSV or Parquet file or a sweep directory: run, step, lr, loss[, N, batch]."""
+    """Read curves from a CSV or Parquet file or a sweep directory, with columns run, step, lr, loss[, N, batch]."""
     path = Path(path)
     path = path / "curves.csv" if path.is_dir() else path
     try:
@@ -77,7 +77,7 @@ def curves_of(table: pd.DataFrame, schedules: Mapping[Any, Any] | None = None) -
 
 
 def checked_schedule(lr: Any, what: str) -> Array:
-    """Return a checked rate for each step 1..T."""
+    """Check the rates of steps 1..T, and name `what` in errors. Returns them as an array."""
     try:
         lr = floats(lr)
     except (TypeError, ValueError):
@@ -125,7 +125,7 @@ def _curve(run: str, rows: pd.DataFrame, schedule: Array | None) -> Curve:
 
 
 def schedule_points(lr: Any, tolerance: float = 2e-3) -> tuple[list[float], list[float]]:
-    """Return schedule.shares and schedule.factors of a run that follows lr (T,) after its warm-up.
+    """Return the config values schedule.shares and schedule.factors of a run that follows lr (T,) after its warm-up.
 
     They deviate from lr by at most `tolerance` of the peak.
     """
@@ -144,7 +144,7 @@ def schedule_points(lr: Any, tolerance: float = 2e-3) -> tuple[list[float], list
 def collapse(curves: pd.DataFrame, floor: float | None = None) -> pd.DataFrame:
     """Return the distance of each run's normalised curve from the median; curves coincide if sizes are tuned alike.
 
-    Compares (loss - floor) / (final - floor) by the share of steps (Qiu et al. 2025), for runs of one shape of
+    Compares (loss - floor) / (final - floor) at equal shares of steps (Qiu et al. 2025), for runs of one shape of
     schedule. Indexed by run: deviation (root mean square of the log), noted (stands out).
     """
     runs = curves_of(curves)

@@ -43,7 +43,7 @@ def forecast_final(curves: pd.DataFrame, planned: Mapping[Any, Any], level: floa
 
 
 def _sound(curves: pd.DataFrame, plans: Mapping[str, Any]) -> tuple[list[Curve], dict[str, str]]:
-    """Return the usable runs, with planned rates, and the reasons against the others."""
+    """Return the usable runs, with planned rates, and why each other run is not usable."""
     if not isinstance(curves, pd.DataFrame) or not {"run", "run_id"} & set(curves):
         curves_of(curves)
     label = "run" if "run" in curves else "run_id"
@@ -103,7 +103,7 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
 
 
 def _backtest(law: CurveLaw, run: Curve, part: slice, share: float) -> tuple[float, float] | None:
-    """Return the deviation from the law of a finished run cut at `share` of its steps, and of its last loss."""
+    """Return a finished run's deviations from the law fitted to `share` of its steps: recent ones, and the last."""
     _, slope, residual, _, _ = law._fit
     cut = int(np.searchsorted(run.steps, share * len(run.lr), side="right"))
     if cut >= part.stop - part.start:

@@ -48,7 +48,7 @@ TWO_SIZES = 0.34  # a, which two sizes cannot determine: alpha of Hoffmann et al
 
 
 def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
-    """Return G(x) = 1 - (C x + 1)^-beta at x = rate^-gamma S (Luo et al. 2025)."""
+    """Return the kernel 1 - (C x + 1)^-beta at x = rate^-gamma S (Luo et al. 2025); with `slopes` also derivatives."""
     x = k["C"] * d.since if not (gamma := k.get("gamma", 0.0)) else k["C"] * d.since * np.exp(-gamma * d.log_rate)
     log_u = np.log1p(x)
     rest = np.exp(-k["beta"] * log_u)
@@ -60,7 +60,7 @@ def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[st
 
 
 def _momentum(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
-    """Return 1 - lambda^steps with lambda = e^(-1/r) (Tissue et al. 2024)."""
+    """Return the kernel 1 - lambda^steps, lambda = e^(-1/r) (Tissue et al. 2024); with `slopes` also its derivative."""
     rest = np.exp(-d.steps / k["r"])
     return 1 - rest, {"r": -rest * d.steps / k["r"] ** 2} if slopes else {}
 
@@ -81,7 +81,7 @@ def form_named(name: str) -> Form:
 
 
 def declared(form: Form, sizes: int, has_drops: bool, fading: bool) -> dict[str, Constant]:
-    """Return the constants that these curves can determine."""
+    """Return the constants that curves of `sizes` sizes, with or without drops of the rate, can determine."""
     constants = dict(TREND)
     if sizes > 1:
         constants |= SIZES
@@ -122,7 +122,7 @@ def losses(form: Form, d: Design, k: dict[str, float], slopes: bool = False) -> 
 
 
 def paper(form: Form, k: dict[str, float], unit: float, horizon: float, reference: float) -> dict[str, float]:
-    """Return constants in the units of the papers; for "annealing" B is the paper's C, and lambda is added."""
+    """Convert constants to the units of the papers; for "annealing" B becomes the paper's C, and lambda is added."""
     converted = dict(k)
     converted["A"] *= (unit * horizon) ** k["alpha"] * reference ** k.get("b", 0.0)
     if "F" in k:

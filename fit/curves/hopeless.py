@@ -29,7 +29,7 @@ class Trial:
     final: float | None = None  # final loss for the comparison; None: not finished
 
     def level(self, share: float) -> float | None:
-        """Return the log loss near `share`, or None without such early losses."""
+        """Return the mean log loss just before `share`, or None without losses there."""
         about = np.linspace((1 - RECENT) * share, share, 16)
         if not len(self.share) or self.share[0] > about[0] or self.share[-1] < about[-2]:
             return None
@@ -43,7 +43,7 @@ class Chance(NamedTuple):
 
 
 def chance_to_win(run: Trial, finished: Sequence[Trial]) -> Chance | None:
-    """Return the chance of an unfinished run, or None if it is too young or no run of its group has finished.
+    """Estimate the chance that a run ends below the best of its group; None if it is too young or no other has ended.
 
     Log final loss is linear in the log loss at the same share, with a level for each group, by Bayesian regression with
     a normal-inverse-gamma prior (Gelman et al. 2013, Bayesian Data Analysis, ch. 14).

@@ -96,7 +96,7 @@ class TaskVerdict:
         return not self.reason
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the rows, in built-in types."""
+        """Return all fields in built-in types, without the law's data."""
         law = None
         if self.law:
             ci = {name: self.law.constant_interval(name) for name in self.law.names}
@@ -117,7 +117,10 @@ class TaskVerdict:
 
 
 def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalToNoise:
-    """Compare final scores (runs,) with `noise`, the standard deviation of one score (Heineman et al. 2025)."""
+    """Compare the range of scores (runs,) with their noise (Heineman et al. 2025).
+
+    `noise`: a score's standard deviation; `source`: how it was measured.
+    """
     from scipy.special import ndtri
 
     scores = floats(scores)
@@ -142,7 +145,7 @@ def fit_tasks(
     seed: int = 0,
     link: str = "sigmoid",
 ) -> list[TaskVerdict]:
-    """Judge every task of the table, and predict it at the optimum of each target budget.
+    """Fit or refuse every task of the table, and predict it at the optimum of each target budget.
 
     Parameters
     ----------
@@ -235,7 +238,7 @@ def _scores(task: str, table: RunTable) -> _Scores:
 
 
 def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the frame positions of later checkpoints of runs, and their runs' positions."""
+    """Return the positions in `table.frame` of the runs' later checkpoints, and each one's run."""
     frame = table.frame
     if not {"run_id", "final", "step"} <= set(frame.columns):
         return np.zeros(0, dtype=int), np.zeros(0, dtype=int)

@@ -77,7 +77,7 @@ class TaskLaw(Estimator):
         chance: float | None = 0.0,
         final: ArrayLike | None = None,
     ) -> Self:
-        """Fit both steps to n rows.
+        """Fit both steps, task loss and accuracy, to n rows.
 
         Parameters
         ----------
@@ -127,7 +127,7 @@ class TaskLaw(Estimator):
         self.converged_ = bool(solution.converged[0]) and self.law_.converged_
 
     def refit(self, counts: ArrayLike) -> Columns:
-        """Return all constants (P,) for row weights `counts` (P, n); NaN where a step did not converge."""
+        """Return all constants (P,), refitted with P row weights `counts` (P, n); NaN where a step did not converge."""
         self._fitted()
         counts = np.atleast_2d(floats(counts))
         first = self.law_.refit(counts[:, self.data_["final"]])
@@ -152,7 +152,7 @@ class TaskLaw(Estimator):
         return self
 
     def widened(self, level: float) -> float:
-        """Return the level at which percentiles of the draws cover `level` in spite of few runs.
+        """Return the level at which percentile intervals of the draws cover `level` in spite of few runs.
 
         The expanded percentile interval (Hesterberg 2014, arXiv:1411.5279), with Student's t.
         """
@@ -163,7 +163,7 @@ class TaskLaw(Estimator):
         return float(1.0 - 2.0 * ndtr(-reach))
 
     def resamples(self, groups: np.ndarray, n: int, seed: int) -> tuple[Array, int]:
-        """Draw counts (n, rows) that identify the first step."""
+        """Draw counts (n, rows) that suffice to fit the first step; also return how many were redrawn."""
         done, p = self.data_["final"], self.law_.problem_
         inputs = np.stack([self.data_["N"][done], self.data_["D"][done]])
         counts, redrawn = identifiable_counts(groups[done], n, seed, inputs, np.ones(int(done.sum())), p.axes, p.free)
@@ -206,7 +206,7 @@ class TaskLaw(Estimator):
     def prediction_interval(
         self, N: ArrayLike, D: ArrayLike, level: float = 0.95, items: int | None = None, seed: int = 0
     ) -> Any:
-        """Return the interval for the score of a new run on a benchmark of `items`."""
+        """Return the interval for the score of a new run on a benchmark of `items` questions."""
         draws, rng = self._bootstrapped(), np.random.default_rng(seed)
         return intervals(self.noisy(draws, self._loss_draws(N, D), rng, items), self.widened(level))
 
@@ -247,7 +247,7 @@ class TaskLaw(Estimator):
 
 
 class _Curve:
-    """The second step, in coordinates (floor, ceiling, u at the mean loss, log slope)."""
+    """The curve from task loss to accuracy, in coordinates (floor, ceiling, argument at the mean loss, log slope)."""
 
     def __init__(self, link: str, loss: Array, acc: Array, chance: float | None, ceiling: float | None) -> None:
         self.link, self.acc = link, acc
@@ -265,7 +265,7 @@ class _Curve:
         self.starts = np.stack([np.full_like(offset, floor), np.full_like(offset, roof), offset, slope], axis=1)
 
     def solve(self, weights: Array, near: Array | None = None) -> Solution:
-        """Fit the curve to each problem (P, n), from every start, or from `near` and the best few."""
+        """Fit the curve with each row of weights (P, n), from every start, or from `near` and the best few."""
         starts = np.broadcast_to(self.starts, (len(weights), *self.starts.shape))
         if near is not None:
             error = weights @ ((self.form.value(self.starts)[0] - self.acc) ** 2).T
@@ -281,7 +281,7 @@ class _Curve:
         return {name: values[name] for name in LINKS[self.link]}
 
     def _terms(self, v: Mapping[str, Any]) -> list[Any]:
-        """Return the accuracy; the exponential's height is 1."""
+        """Return the accuracy of each row, as the only term."""
         height = v["ceiling"] - v["floor"] if self.link == "sigmoid" else 1.0
         return [v["floor"] + height * _shape(self.link, v["offset"] - np.exp(v["log_slope"]) * self.z)]
 
@@ -297,7 +297,7 @@ def intervals(draws: Array, level: float) -> Any:
 def _rows(
     N: ArrayLike, D: ArrayLike, loss: ArrayLike, acc: ArrayLike, se: ArrayLike | None, final: ArrayLike | None
 ) -> Columns:
-    """Check the columns, and raise small standard errors to half of the median."""
+    """Return the checked columns, with small standard errors raised to half of the median."""
     rows = {name: np.atleast_1d(floats(v)) for name, v in (("N", N), ("D", D), ("acc", acc))}
     rows["loss"] = positive("task_loss", loss)
     rows["se"] = np.zeros(len(rows["acc"])) if se is None else floats(se)

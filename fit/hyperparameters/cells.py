@@ -34,7 +34,7 @@ class Sweep(NamedTuple):
 
 
 def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
-    """Read the settings of a table's runs.
+    """Read the settings and losses of a table's runs.
 
     Columns are `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or `bs` (sequences) times `sequence_length`
     (or a column of this name).
@@ -65,14 +65,14 @@ def cell_optima(
     method: Literal["near", "best"] = "near",
     within: float | None = None,
 ) -> list[CellOptimum]:
-    """Return the optimum of each cell, by rising N and D.
+    """Return the best settings of each cell (one N and D), by rising N and D.
 
     Parameters
     ----------
     N, D, learning_rate, batch, loss
         All runs, (n,) each; batch in tokens.
     method
-        "near" or "best", see the module.
+        "near" (mean of the runs used) or "best" (lowest loss).
     within
         Largest relative excess loss of the runs used; default 0.0025 for "near", 0 for "best".
     """
@@ -103,7 +103,7 @@ def _optimum(runs: Sweep, method: str, within: float) -> CellOptimum:
 
 
 def _edge(varied: Columns, loss: Array) -> str:
-    """Return a reason if the best run is at an edge of the settings, else an empty string."""
+    """Return why an optimum is refused if it is at an edge of the settings, else an empty string."""
     for name, values in varied.items():
         best = values[np.argmin(loss)]
         if best in (values.min(), values.max()):

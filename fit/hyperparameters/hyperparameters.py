@@ -3,8 +3,8 @@
 A cell is a grid of settings trained at one (N, D); its optimum is one observation. Cells are few and chosen by design,
 so the bootstrap perturbs their residuals; resampling rows (Li et al.) gives too narrow intervals.
 
-Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954), equation 1 and section 3.1. The same
-law serves other optima, such as critical batch against loss (Kaplan et al.) or D (Zhang et al. 2024, arXiv:2410.21676).
+Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954), equation 1 and section 3.1. The
+law also serves other optima, such as critical batch against D (Zhang et al. 2024, arXiv:2410.21676).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CellOptimum:
 
     @property
     def C(self) -> float:
-        """Return 6ND."""
+        """Return the training FLOPs, 6ND."""
         return 6.0 * self.N * self.D
 
 
@@ -53,11 +53,11 @@ class DesignedLaw(Law):
     """A law fitted to few independent units chosen by design: cells of a sweep, or single rows."""
 
     def _designs(self) -> list[Array]:
-        """Return the design (n, m) of each log-linear part."""
+        """Return the design matrix (n, m) of each log-linear part."""
         raise NotImplementedError
 
     def _cells(self) -> np.ndarray:
-        """Return the cell of each row, (n,)."""
+        """Return the number of each row's cell, (n,)."""
         return np.arange(len(self.weight_))
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = "wild") -> Self:
@@ -122,7 +122,7 @@ class HyperparameterLaw(DesignedLaw):
         return self.get_params() | {"inputs": list(self.inputs)}
 
     def fit(self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None) -> Self:
-        """Fit to columns (cells,): the inputs in order, then the target, with standard error `loss_se`."""
+        """Fit to columns (cells,): the inputs in order, then the target, whose standard error is `loss_se`."""
         if len(columns) != len(self.inputs) + 1:
             expected = ", ".join((*self.inputs, self.output))
             raise InputError(f"fit was given {len(columns)} columns; {expected} are expected.")
@@ -209,12 +209,12 @@ class CriticalBatchLaw(DesignedLaw):
     def fit(
         self, batch: ArrayLike, tokens: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
     ) -> Self:
-        """Fit to batches and tokens to the loss, (n,), both in tokens."""
+        """Fit to batches (n,) and the tokens (n,) to reach the loss, both in tokens."""
         return self._fit((batch, tokens), weight, loss_se)
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
-        """Return E_min + S_min batch at inputs (batch,)."""
+        """Return the tokens E_min + S_min batch at inputs (batch,)."""
         return constants["E_min"] + constants["S_min"] * inputs[0]
 
     # The interface to the solver.
@@ -248,7 +248,7 @@ class CriticalBatchLaw(DesignedLaw):
 
 
 def tokens_to_loss(tokens: ArrayLike, loss: ArrayLike, target: float) -> float:
-    """Return the tokens at which a run's loss (n,) first reaches `target`, or NaN."""
+    """Return the number of tokens at which a run's loss (n,) first reaches `target`, or NaN."""
     tokens, loss = positive("tokens", tokens), positive("loss", loss)
     same_length(tokens=tokens, loss=loss)
     order = np.argsort(tokens)
@@ -265,18 +265,18 @@ def tokens_to_loss(tokens: ArrayLike, loss: ArrayLike, target: float) -> float:
 
 
 def log_design(inputs: list[Array], rows: int) -> Array:
-    """Return the design (rows, 1 + inputs) of a one and the logarithm of each input."""
+    """Return the design matrix (rows, 1 + inputs): a column of ones, and the logarithm of each input."""
     return np.stack([np.ones(rows), *(np.log(values) for values in inputs)], axis=1)
 
 
 def centred_design(design: Array) -> tuple[Array, Array]:
-    """Return a design with its inputs minus their means, and these means."""
+    """Subtract from a design's inputs their means. Returns the design and the means."""
     middle = design[:, 1:].mean(axis=0)
     return np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1), middle
 
 
 def law_constants(names: Sequence[str], theta: Array, middle: Array) -> Columns:
-    """Return the constants of a law whose design was centred at `middle`."""
+    """Convert coordinates `theta` to a law's constants; its design was centred at `middle`."""
     with np.errstate(over="ignore"):
         factor = np.exp(theta[:, 0] - theta[:, 1:] @ middle)
     return dict(zip(names, [factor, *theta.T[1:].copy()], strict=True))

@@ -48,12 +48,12 @@ class BestSettings:
 
 
 def inputs_of(N: Any, D: Any) -> dict[str, Any]:
-    """Return the possible inputs of a law of the settings: N, D and C = 6ND."""
+    """Return the possible inputs of a law of the settings, by name: N, D and C = 6ND."""
     return {"N": N, "D": D, "C": 6.0 * N * D}
 
 
 def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None) -> Columns:
-    """Return the best settings, or with `batch` the best learning rate for it; NaN where there is no minimum."""
+    """Return the best settings at N and D, or with `batch` the best learning rate for it; NaN without a minimum."""
     inputs, best = inputs_of(N, D), {}
     for target in TARGETS:
         if f"{target}_k" in constants:
@@ -75,7 +75,7 @@ def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None
 
 
 def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
-    """Return the quadratic and cubic parts of q = log(loss / best loss)."""
+    """Return the quadratic and cubic parts of q = log(loss / best loss) at `settings`."""
     best = best_of(constants, floats(N), floats(D))
     distances = [np.log(value / optimum) for value, optimum in zip(settings, best.values(), strict=True)]
     parts = {2: np.zeros(()), 3: np.zeros(())}
@@ -90,13 +90,13 @@ def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[
 
 
 def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
-    """Return the powers of monomials of degree 2 to `order`: (2, 0), (1, 1), (0, 2), (3, 0), ..."""
+    """Return the powers of monomials of `axes` variables, degree 2 to `order`: (2, 0), (1, 1), (0, 2), (3, 0), ..."""
     every = [e for e in product(range(order, -1, -1), repeat=axes) if 2 <= sum(e) <= order]
     return tuple(sorted(every, key=lambda e: (sum(e), [-power for power in e])))
 
 
 def monomials(distances: Iterable[Any], powers: tuple[Exponents, ...]) -> list[Any]:
-    """Return each monomial of the distances (arrays or jets)."""
+    """Return the monomials of the distances (arrays or jets) with these powers."""
     return [
         math.prod(d if p == 1 else d**p for d, p in zip(distances, degrees, strict=True) if p) for degrees in powers
     ]
@@ -266,7 +266,7 @@ class HyperparameterSurface(DesignedLaw):
         return unboxed(np.where(valid, excess, np.nan))
 
     def warnings(self) -> tuple[Warning, ...]:
-        """Return warnings about optima outside the settings tried and about noise."""
+        """Return warnings about optima outside the settings tried and about too much noise."""
         self._fitted()
         cell = self._cells()
         result, outside = [], 0
@@ -342,7 +342,7 @@ class HyperparameterSurface(DesignedLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Return the problem; coordinates are log k (at mean log inputs) and exponents of each law, then q's."""
+        """Return the fit's problem; coordinates are each law's log k (at mean log inputs) and exponents, then q's."""
         cell, weight = self._cells(), self.weight_
         share = weight / np.bincount(cell, weight)[cell]
         designs, middles = [], []
@@ -372,7 +372,7 @@ class HyperparameterSurface(DesignedLaw):
 
 
 def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray, weight: Array, window: float) -> Array:
-    """Return starts (G, k): laws through each cell's mean best settings, for three definitions of best."""
+    """Return start points (G, k): laws through each cell's mean best settings, for three definitions of best."""
     excess = observed / _lowest(cell, observed)[cell] - 1.0
     starts = []
     for within in (NEAREST * window, 0.5 * window, window):
@@ -389,7 +389,7 @@ def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray,
 
 
 def cells_of(N: Array, D: Array) -> np.ndarray:
-    """Return the cell of each run, 0, 1, ...: runs of one N and one D."""
+    """Return the cell number of each run; runs with one N and one D are a cell."""
     return np.unique(np.stack([N, D]), axis=1, return_inverse=True)[1].ravel()
 
 

@@ -52,7 +52,7 @@ MEAN, WIDTH = (np.array([getattr(prior, name) for prior in PRIORS.values()]) for
 
 
 def tuning_rules(runs: Columns, draws: int = 1000, seed: int = 0) -> dict[str, Any]:
-    """Return the content of a `tuning` file: the rules by constant (k, N, D, batch), 95 % intervals, and evidence.
+    """Fit a `tuning` file's content: the constants (k, N, D, batch) of each rule, 95 % intervals, and evidence.
 
     `runs`: N, D, learning_rate, batch (tokens), timescale (of weight decay, as a share of D) and loss, each (n,).
     """
@@ -120,7 +120,7 @@ class _Costs:
         self.noise = 0.01
 
     def best(self, q: Array) -> Array:
-        """Return log best settings of each run (3, n), with the learning rate for the best batch."""
+        """Return the log best settings for each run's N and D, (3, n), with the rate for the best batch."""
         rate, rate_N, rate_D, slope, batch, batch_N, batch_D, tau, tau_N, tau_D = q[:10]
         b = batch + batch_N * self.n + batch_D * self.d
         logs = [rate + rate_N * self.n + rate_D * self.d + slope * b, b, tau - self.middle["timescale"]]
@@ -135,7 +135,7 @@ class _Costs:
         return np.asarray((c * (np.expm1(np.minimum(a * off, 30.0)) - a * off) / a**2).sum(axis=0))
 
     def fit(self) -> tuple[Array, Array]:
-        """Fit the coordinates and their covariance, alternating with the noise estimate."""
+        """Fit the coordinates, alternating with the noise estimate. Returns them and their covariance."""
         from scipy.optimize import least_squares
 
         k = len(PRIORS)
@@ -170,7 +170,7 @@ class _Costs:
 
 
 def excess_with_error(centre: Array, sides: Array, draws: int = 2000, seed: int = 0) -> tuple[Array, Array]:
-    """Return the relative excess loss of n settings over the minimum of a parabola along each axis, and its error.
+    """Estimate the relative excess loss of n settings over the minimum of a parabola along each axis, and its error.
 
     centre (n, 2): losses with two seeds. sides (n, axes, 2): losses one step down and up, NaN for none. If the
     parabola's minimum is not between the sides, the lowest of the three losses is used.
