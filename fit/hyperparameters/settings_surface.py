@@ -96,7 +96,7 @@ def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
 
 
 def monomials(distances: Iterable[Any], powers: tuple[Exponents, ...]) -> list[Any]:
-    """Return the monomials of the distances (arrays or jets) with these powers."""
+    """Return the monomials of the distances (arrays or `Jet`s) with these powers."""
     return [
         math.prod(d if p == 1 else d**p for d, p in zip(distances, degrees, strict=True) if p) for degrees in powers
     ]
@@ -257,7 +257,7 @@ class HyperparameterSurface(DesignedLaw):
         return BestSettings(unboxed(n), unboxed(d), **settings, **intervals, level=level)
 
     def penalty(self, *settings: ArrayLike, **named: ArrayLike) -> Any:
-        """Return the relative excess loss, such as 0.0025, at N, D, learning_rate, batch; NaN beyond the window."""
+        """Return the relative excess loss, such as 0.0025, at N, D, learning_rate, batch; NaN above `window`."""
         self._fitted()
         square, cube = excess_terms(self.constants_, *self._inputs(settings, named))
         excess = np.expm1(square + cube)

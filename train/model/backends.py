@@ -59,8 +59,8 @@ class Choice:
 def choose_backend(requested: str, work: Work, installed: Set[str]) -> Choice:
     """Return which backend computes a model's attention, and why.
 
-    Without a mask, `auto` leaves the choice to PyTorch (cuDNN on Hopper and later). With a mask, PyTorch would read
-    (batch, time, time) numbers and skip nothing, so `auto` prefers our kernel.
+    Without a mask, `auto` leaves the choice to PyTorch. With a mask, PyTorch would read (batch, time, time) numbers and
+    skip nothing, so `auto` prefers our kernel.
 
     Raises:
         UserError: the requested backend is not installed, or cannot do this work; the message lists those that can.

@@ -235,7 +235,7 @@ class GPT(nn.Module):
         return self.head(self.last_hidden(tokens))
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
-        """Return the head's input; if ranks share sequences, only for this rank's tokens."""
+        """Return the head's input; if ranks split sequences, only for this rank's tokens."""
         return self.leave(self.through(self.enter(tokens), tokens)[0])
 
     def enter(self, tokens: Tensor) -> Tensor:

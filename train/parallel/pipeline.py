@@ -82,7 +82,7 @@ class Messages:
         self.sent.append((message, work, x))
 
     def let_go(self, has_arrived: Callable[[Message], bool] = lambda message: True) -> None:
-        """Wait for sends that have arrived, by default all, and free their tensors."""
+        """Wait for the sends of arrived messages, by default all, and free their tensors."""
         for message, work, _ in self.sent:
             if has_arrived(message):
                 work.wait()
