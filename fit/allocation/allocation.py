@@ -34,7 +34,7 @@ Curve = Callable[[Array], Array]
 class Optimum:
     """The optimum at each target, as arrays (targets,): training FLOPs, N, D, loss, and other quantities in `more`.
 
-    `draws` maps each quantity to (targets, resamples), empty before a bootstrap.
+    `draws` has the bootstrap draws of each quantity, (targets, resamples).
     """
 
     flops: Array
@@ -102,7 +102,7 @@ class Optimum:
 def answer(
     law: Any, solve: Callable[[Constants], Columns], level: float, flops_per_token: float | Curve = 6.0
 ) -> Optimum:
-    """Evaluate `solve` for the law's constants and draws; it maps constants (r,) to arrays (targets, r)."""
+    """Apply `solve`, which maps constants (r,) to arrays (targets, r), to the law's constants and its draws."""
     check_level(level)
     if getattr(law, "constants_", None) is None:
         raise InputError(f"this {type(law).__name__} is not fitted; call fit first.")
@@ -121,7 +121,7 @@ def answer(
 
 
 def aligned(**columns: ArrayLike) -> list[Array]:
-    """Return positive columns broadcast to one length, each (targets, 1)."""
+    """Check that columns are positive, and broadcast each to (targets, 1)."""
     checked = {name: positive(name, np.atleast_1d(floats(v))) for name, v in columns.items()}
     longest = max(len(v) for v in checked.values())
     same_length(**{name: v for name, v in checked.items() if len(v) > 1})
@@ -174,7 +174,7 @@ class EqualLoss:
 
 
 def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
-    """Return where `value` is lowest between two bounds, and -1 or 1 if that is at a bound, else 0."""
+    """Search for the lowest `value`. Returns its argument, and -1 if that is `low`, 1 if it is `high`, else 0."""
     step = (high - low) / GRID
     best, at = value(low), np.zeros(1)
     for i in range(1, GRID + 1):
@@ -204,7 +204,7 @@ def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
 
 
 def _live(constants: Constants) -> tuple[Array, Array, Array, Array, Array]:
-    """Return E, A, B, alpha, beta; a term whose exponent is zero counts as E."""
+    """Return E, A, B, alpha and beta, with terms of exponent zero moved to E."""
     E, A, B, alpha, beta = (floats(constants[k]) for k in ("E", "A", "B", "alpha", "beta"))
     E = E + np.where(alpha == 0, A, 0.0) + np.where(beta == 0, B, 0.0)
     return E, np.where(alpha == 0, 0.0, A), np.where(beta == 0, 0.0, B), alpha, beta
@@ -222,10 +222,9 @@ def compute_optimal(
     Parameters
     ----------
     flops
-        Training FLOPs, a scalar or (targets,).
+        A scalar or (targets,).
     flops_per_token
-        k for k N FLOPs per token, or a function of N such as `FlopsPerToken`, which is searched to about 1e-6; default
-        the law's convention.
+        k for k N FLOPs per token, or a function of N such as `FlopsPerToken`; default the law's convention.
     """
     (C,) = aligned(flops=flops)
     flops_per_token = own_convention(law, flops_per_token)
@@ -238,7 +237,7 @@ def compute_optimal(
 
 
 def own_convention(law: Any, flops_per_token: float | Curve | None = None) -> float | Curve:
-    """Return `flops_per_token`; by default that of the fitted table, or 6N."""
+    """Return `flops_per_token` if given, else the law's convention, else 6 (for 6N)."""
     if flops_per_token is None:
         flops_per_token = getattr(law, "flops_per_token_", None)
     return 6.0 if flops_per_token is None else flops_per_token
@@ -280,7 +279,7 @@ def inference_aware(
     """Return the cheapest model to train and serve at a given loss (Sardana et al. 2023).
 
     `flops` counts training alone; `more` has inference_flops, total_flops, saving (over the training-optimal model of
-    the same loss), and dollars with `prices`. Infinite where no model reaches the loss.
+    the same loss), and dollars with `prices`. N and D are infinite where no model reaches the loss.
 
     Parameters
     ----------
@@ -289,9 +288,9 @@ def inference_aware(
     lifetime_tokens
         Tokens to be served, at 2 N FLOPs each; a token of training costs 6 N.
     loss
-        The loss to reach. `lifetime_tokens` and `loss` broadcast together.
+        The loss to reach, broadcast with `lifetime_tokens`.
     prices
-        Prices of training and serving; by default FLOPs are minimised.
+        Without them, FLOPs are minimised.
     """
     if not hasattr(law, "equal_loss"):
         raise InputError(f"the law has the form {law.form!r}; this question needs E + A/N^alpha + B/D^beta.")
@@ -312,7 +311,7 @@ def inference_aware(
 
 
 def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -> tuple[Array, Array, Array]:
-    """Return the optimal N, D and loss of a law of N and D; C and the constants broadcast together."""
+    """Return the optimal N, D and loss for C FLOPs and unlimited tokens; C and the constants broadcast together."""
     if tuple(law.inputs) != ("N", "D"):
         raise InputError(f"the law takes {', '.join(law.inputs)}; a law of N and D is expected.")
     if callable(flops_per_token):
@@ -326,7 +325,7 @@ def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) ->
 def search(
     law: Any, constants: Constants, C: Array, spend: Curve, U: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """Return N, D and the lowest loss at D = C / spend(N), by a grid over log N and then golden sections."""
+    """Search for the N of lowest loss for C FLOPs, spend(N) per token. Returns N, D and that loss. U: unique tokens."""
     # Search without the irreducible loss: adding it costs digits, and locating a flat minimum halves those left.
     sought = {**constants, law.irreducible: 0.0 * constants[law.irreducible]} if law.irreducible else constants
 
@@ -344,7 +343,7 @@ def search(
 
 
 def spending(flops_per_token: float | Curve) -> Curve:
-    """Return FLOPs per token as a function of N."""
+    """Return a function of N that gives FLOPs per token."""
     if callable(flops_per_token):
         return flops_per_token
     coefficient = float(positive("flops_per_token", [flops_per_token])[0])

@@ -45,7 +45,7 @@ class Basin:
     share: float
 
     def slopes(self, quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
-        """Return `quantity` (points,) and its slopes (points, k) per prior standard deviation of each coordinate."""
+        """Return `quantity` at theta (points,), and its slopes (points, k) per prior standard deviation."""
         p, k = self.law.problem_, len(self.theta)
         steps = STEP * np.diag(prior_widths(p))
         with np.errstate(all="ignore"):
@@ -60,7 +60,7 @@ def prior_widths(problem: Any) -> Array:
 
 
 def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[Basin]:
-    """Return the distinct local optima of laws fitted to the same rows; `shares` fixes the share of each law."""
+    """Find the distinct local optima of laws fitted to the same rows; `shares` fixes each law's total share."""
     optima, log = list[Basin](), list[float]()
     for place, law in enumerate(laws):
         p, weights = law.problem_, law.weight_ * law._precision
@@ -102,7 +102,7 @@ class Beliefs:
         return new
 
     def observe(self, slopes: Array, trunk: int, weight: float = 1.0) -> None:
-        """Add a run with slopes (M, k) on a trunk (-1: none shared); a weight of -1 removes it exactly."""
+        """Add a run with slopes (M, k); `trunk` is -1 if it shares none. A weight of -1 removes the run."""
         noise = (self.unshared if trunk >= 0 else self.unshared + self.shared) / weight
         moved = np.einsum("mij,mj->mi", self.covariance[:, :, : self.k], slopes)
         if trunk >= 0:
@@ -118,7 +118,7 @@ class Beliefs:
         return np.maximum(self.shares @ per_basin, 1e-300)
 
     def falls(self, slopes: Array, trunks: np.ndarray) -> Array:
-        """Return how much each run, slopes (M, K, k) on trunks (K,), lowers the sum of variances, (K,)."""
+        """Return by how much each of K runs lowers the sum of variances, (K,); slopes (M, K, k), trunks (K,)."""
         k, mates = self.k, trunks >= 0
         place = k + trunks[mates]
         towards = self.goals @ self.covariance
@@ -133,7 +133,7 @@ class Beliefs:
 
 @dataclass(frozen=True)
 class Question:
-    """The predictions asked of one or several laws fitted to the same rows; see `of`."""
+    """Predictions to improve by further runs, from laws fitted to the same rows."""
 
     basins: list[Basin]
     kinds: np.ndarray  # (q,) of the targets: "loss" or "N"
@@ -157,7 +157,7 @@ class Question:
         points: Mapping[str, ArrayLike] | None = None,
         flops: ArrayLike | None = None,
     ) -> Question:
-        """Ask for the loss and N of the optimum at `target_flops`, or for the losses at `points`.
+        """Build a question about the loss and N of the optimum at `target_flops`, or the losses at `points`.
 
         Raises InputError if a law is not fitted, or has no optimum there.
 
@@ -220,17 +220,17 @@ class Question:
         )  # fmt: skip
 
     def drift(self, reach: ArrayLike) -> Array:
-        """Return the variances (..., q) due to the form of the laws, for largest runs of `reach` FLOPs (...)."""
+        """Return the targets' variances (..., q) from inexact laws, if the largest run has `reach` (...) FLOPs."""
         further = np.log(np.maximum(self.target_flops / floats(reach)[..., None], 1.0))
         return np.asarray((self.drift_rate * further) ** 2)
 
     def labels(self, trunks: ArrayLike) -> dict[str, int]:
-        """Return an index for each trunk with several runs, including `trunks` (m,)."""
+        """Index the trunks with several runs, including `trunks` (m,); return trunk -> index."""
         names, counts = np.unique(np.append(self.trunk.astype(str), trunks).astype(str), return_counts=True)
         return {str(name): i for i, name in enumerate(names[counts > 1])}
 
     def beliefs(self, labels: Mapping[str, int]) -> Beliefs:
-        """Return the beliefs after the laws' rows; `labels` maps shared trunks to their index."""
+        """Return the beliefs that follow from the fitted rows; `labels` is the result of the method `labels`."""
         shared = self.correlation * self.noise**2
         share = np.array([basin.share for basin in self.basins])
         result = Beliefs(self.goals, share, len(labels), shared, self.noise**2 - shared)
@@ -249,13 +249,13 @@ class Question:
 
 
 def log_losses(inputs: Mapping[str, ArrayLike]) -> Callable[[Any, Constants], Array]:
-    """Return a quantity for `Basin.slopes`: log predictions at inputs (points,) by name."""
+    """Return a function that predicts log losses at `inputs`, each (points,), for `Basin.slopes`."""
     columns = {name: floats(column)[:, None] for name, column in inputs.items()}
     return lambda law, constants: np.log(law.evaluate(constants, *(columns[name] for name in law.inputs)))
 
 
 def over(optima: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
-    """Return a quantity in every basin, (M, points), and its slopes by coordinates and by basin, (M, points, k)."""
+    """Evaluate `quantity` (M, points) in each basin, and its slopes by coordinates and by basin, (M, points, k + M)."""
     parts = [basin.slopes(quantity) for basin in optima]
     values, width = np.stack([value for value, _ in parts]), max(slope.shape[1] for _, slope in parts)
     slopes = np.stack([np.pad(slope, ((0, 0), (0, width - slope.shape[1]))) for _, slope in parts])
@@ -265,7 +265,7 @@ def over(optima: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tu
 
 
 def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5, pairs: float = 10.0) -> float:
-    """Estimate the correlation of the errors of two runs of one trunk, shrunk to `expected` by `pairs` pairs."""
+    """Estimate the correlation of errors within a trunk, shrunk to `expected` with the weight of `pairs` pairs."""
     _, member = by_group(trunk)
     sums, squares = np.bincount(member, residuals), np.bincount(member, residuals**2)
     counts = np.bincount(member)
@@ -297,7 +297,7 @@ class Candidates:
         return len(self.flops)
 
     def extra(self, chosen: list[int]) -> Array:
-        """Return the FLOPs (k,) that each candidate adds to a batch; runs of one trunk branch from the longest."""
+        """Return the FLOPs that each candidate adds to a batch, (k,); runs of one trunk branch from the longest."""
         cost = self.flops.copy()
         for trunk, longest in self._longest(chosen).items():
             reach, mates = self.size[longest], (self.flops > self.branch_flops) & (self.trunk == trunk)
@@ -312,7 +312,7 @@ class Candidates:
         return float(sum(pays))
 
     def _longest(self, chosen: list[int]) -> dict[str, int]:
-        """Return the run of each trunk in a batch from which the others branch."""
+        """Map each trunk to its longest run in the batch, from which the others branch."""
         longest: dict[str, int] = {}
         for i in chosen:
             trunk, makes = self.trunk[i], self.flops[i] > self.branch_flops[i]
@@ -337,14 +337,14 @@ class Design:
     after: dict[str, float]
 
     def narrowed(self, quantity: str, estimate: float, interval: tuple[float, float]) -> tuple[float, float]:
-        """Return the interval of "loss" or "N" expected after the batch."""
+        """Predict what the `interval` of "loss" or "N" becomes after the batch."""
         ratio = self.after[quantity] / self.before[quantity]
         low, high = (float(estimate * (end / estimate) ** ratio) for end in interval)
         return low, high
 
 
 class Buyer:
-    """Chooses batches for one question from one list of candidates."""
+    """A search for the best batch of candidates for a question."""
 
     def __init__(self, question: Question, pool: Candidates) -> None:
         self.pool, self.question = pool, question
@@ -411,7 +411,7 @@ class Buyer:
         return chosen, beliefs
 
     def _exchange(self, chosen: list[int], beliefs: Beliefs, budget: float, max_size: int) -> list[int]:
-        """Improve a batch by Fedorov's exchanges."""
+        """Improve a batch by swapping single runs (Fedorov's exchanges)."""
         for _ in range(PASSES):
             improved = False
             for place in range(len(chosen) - 1, -1, -1):

@@ -57,7 +57,7 @@ class Served(_Checked):
 
     @classmethod
     def typical(cls, N: ArrayLike, group: float = 1.0, weight_bytes: float = 2.0, cache_bytes: float = 2.0) -> Served:
-        """Return N = 12 depth width^2, width = 128 depth, with `group` query heads per key/value head."""
+        """Return a model of N = 12 depth width^2, width = 128 depth, and `group` query heads per key/value head."""
         depth = np.cbrt(floats(N) / (12.0 * WIDTH_PER_BLOCK**2))
         numbers = WIDTH_PER_BLOCK * depth**2
         return cls(N, 2.0 * numbers / group, numbers, weight_bytes, cache_bytes)
@@ -83,7 +83,7 @@ class Device(_Checked):
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass: tokens, FLOPs, bytes and seconds; `bound` is true where arithmetic is the limit."""
+    """One pass of a served model; `bound` is true where arithmetic is the limit."""
 
     tokens: Array
     flops: Array
@@ -166,7 +166,7 @@ class Prices(_Checked):
 
 @dataclass(frozen=True)
 class BreakEven:
-    """The served tokens up to which the slower decoder costs less in total; 0: never, infinity: always."""
+    """The number of served tokens up to which the slower decoder costs less; 0: never, infinity: always."""
 
     tokens: float
     ci: tuple[float, float] | None
@@ -176,7 +176,7 @@ class BreakEven:
 def break_even(
     training: float, multiplier: float, base: Spread, variant: Spread, ci: tuple[float, float] | None = None
 ) -> BreakEven:
-    """Return the n at which T + n d = T / K + n d', with its range over K and both d.
+    """Return the number n of served tokens with T + n d = T / K + n d', and its range over K and both d.
 
     T is `training`, the seconds to train the base; K is `multiplier`, T over the variant's seconds to equal loss; d and
     d' are the seconds per token of `base` and `variant`.
