@@ -32,7 +32,7 @@ MOST_FREE = 6  # largest number of parameters of a form
 def fit_parametric(
     table: RunTable, N: Array, law: Law | None = None, bootstrap: int = 0, seed: int = 0
 ) -> tuple[Law | None, str]:
-    """Fit a copy of `law`, by default Chinchilla's, to the runs with N (n,). Returns (None, reason) on failure."""
+    """Fit a copy of `law`, by default Chinchilla's, to runs of sizes N (n,). Returns (None, reason) on failure."""
     fitted = (law or law_class()()).clone()
     try:
         fitted.fit(N, table.D, table.loss, weight=table.weight, loss_se=table.known_se, flops=table.flops)
@@ -88,12 +88,12 @@ class Approach:
 
     @property
     def intervals(self) -> dict[str, Any]:
-        """Return the kind of the intervals and the weights of the forms, for JSON."""
+        """Return the kind of intervals and the weights of forms, for JSON."""
         forms = self.mixture.weights_ if self.mixture else {}
         return {"forms": forms, "intervals": "mixture" if forms else "noise"}
 
     def answers(self, flops: Array) -> tuple[Columns, dict[str, Array | None]]:
-        """Return QUANTITIES at budgets (m,), NaN if unknown, and their intervals (m, 2), None without draws."""
+        """Return N, D, D/N and loss at budgets (m,), NaN if unknown, and intervals (m, 2), None without draws."""
         source = self.profiles or self.envelope
         values: Columns = {}
         draws: Columns = {}
@@ -132,7 +132,7 @@ class Approach:
 
 
 def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None, bootstrap: int, seed: int) -> Approach:
-    """Return the mixture of forms fitted to the runs, allocating as `parametric` does."""
+    """Fit a mixture of forms to the runs; on failure, set the approach's `reason`."""
     mixture = FormMixture(draws=min(bootstrap, DRAWS), seed=seed)
     groups = resampled_together(table.group, table.run_id, MOST_FREE)
     try:
@@ -146,7 +146,7 @@ def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None,
 
 
 def mixture_approach(mixture: FormMixture, flops_per_token: Callable[[Array], Array] | None) -> Approach:
-    """Return the approach of a fitted mixture, allocating as `parametric` does."""
+    """Wrap a fitted mixture as an `Approach`."""
     a, low, high = mixture.size_exponent(flops_per_token=flops_per_token or 6.0)
     interval = (low, high) if mixture.draws else None
     return Approach("mixture", MIXTURE_TITLE, "", a, interval, flops_per_token=flops_per_token, mixture=mixture)
@@ -180,7 +180,7 @@ def parametric(
     flops_per_token: Callable[[Array], Array] | None = None,
     span: tuple[float, float] | None = None,
 ) -> Approach:
-    """Return approach 3; the exponent of an N*(C) that is no power law is the mean slope over `span`."""
+    """Wrap a law as an `Approach`; if N*(C) is no power law, the exponent is its mean slope over `span`."""
     title = "Approach 3 · parametric"
     if law is None:
         return Approach("parametric", title, reason=reason)
@@ -206,14 +206,14 @@ def parametric(
 
 
 def isoflop(profiles: IsoflopProfiles) -> Approach:
-    """Return approach 2."""
+    """Wrap isoFLOP profiles as an `Approach`."""
     accepted, budgets = len(profiles.accepted_), len(profiles.profiles_)
     reason = f"{accepted} of {budgets} budgets have an accepted minimum, and a law in C needs 2"
     return _of_power_law("isoflop", "Approach 2 · isoFLOP", profiles.N_law_, reason, profiles=profiles)
 
 
 def envelope(envelope: Envelope) -> Approach:
-    """Return approach 1."""
+    """Wrap an envelope as an `Approach`."""
     levels = len(envelope.flops_)
     subject = "level of compute improves" if levels == 1 else "levels of compute improve"
     reason = f"{levels} {subject} on all cheaper levels, and a law in C needs 2"

@@ -34,10 +34,10 @@ def backtest(
 ) -> dict[str, Any]:
     """Fit the approaches to runs cheaper than each budget and predict the runs of that budget.
 
-    Returns {"steps", "reason", "influence", "tested"} (see `_tested`) and the fields of the last step, of the highest
-    budget: loss_error (mean absolute, relative) and loss_bias (positive: predicted too high), both also over all runs
-    from this budget on (_beyond); N and tokens_per_parameter, _predicted by approach 3, by approach 2 (_isoflop) and
-    _measured.
+    Returns "steps", "reason" (why a step is missing), "influence" (of `leave_one_out`), "tested" (of `_tested`) and the
+    fields of the last step, of the highest budget: loss_error (mean absolute, relative) and loss_bias (positive:
+    predicted too high), with suffix _beyond over all runs from this budget on; N and tokens_per_parameter, with suffix
+    _predicted (by approach 3), _predicted_isoflop (by approach 2) or _measured.
     """
     empty: dict[str, Any] = {"steps": [], "reason": "no parametric law was fitted", "influence": None, "tested": None}
     if law is None:
@@ -70,9 +70,9 @@ def backtest(
 
 
 def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array, target: float) -> dict[str, Any]:
-    """Fit approach 3 without each size and without each budget: {"left_out": [...], "most": ...}.
+    """Refit the law without each size and without each budget: {"left_out": [...], "most": ...}.
 
-    `moves` are relative to the width of the full fit's interval (of the log for N and D/N). `most` is the entry with
+    `moves` are changes of exponents, log N and log D/N relative to the full fit's intervals. "most" is the entry with
     the largest move (of log N without intervals).
     """
     # Number the rungs by rising N.
@@ -213,11 +213,11 @@ def _ahead(fitted: int, top: float, flops: Array, loss: Array, predicted: Array,
 
 
 def _tested(steps: list[dict[str, Any]], ahead: list[dict[str, Any]], mixed: bool) -> dict[str, Any] | None:
-    """Summarise the tested predictions.
+    """Summarise the predictions of all steps.
 
-    "ahead": for each step, compute and runs fitted, the factor beyond and relative error of every larger run, and the
-    share inside the intervals. "size_error": root mean square error of log N* of each approach, over steps where all
-    have one; "best" has the lowest.
+    "ahead" has for each step the FLOPs and number of runs fitted, the factor by which each predicted run is larger, its
+    relative error, and the share inside the intervals. "size_error": root mean square error of log N* of each approach,
+    over steps where all have one; "best" has the lowest.
     """
     approaches = {key: name for key, name in PREDICTIONS.items() if any(step[name] for step in steps)}
     sized = [step for step in steps if step["N_measured"] and all(step[name] for name in approaches.values())]
@@ -262,6 +262,6 @@ def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, 
 
 
 def _logs(answers: dict[str, Array]) -> dict[str, Array]:
-    """Return exponents, log N and log D/N, in which moves are measured."""
+    """Return the exponents, log N and log D/N of `answers`."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return {name: np.log(values) if name in SIZES else values for name, values in answers.items() if name != "loss"}

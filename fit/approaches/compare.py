@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def sentences(self) -> list[str]:
-        """Return the answer, how E was treated, and which further runs would show more."""
+        """Return sentences on the multiplier, the treatment of E, and which further runs would show more."""
         middle, other, title = self.multipliers[1], self.otherwise, f"{self.variant} against {self.base}"
         multiplier = _with_interval(middle.value, middle.ci)
         answer = f"{title}: at {scientific(middle.flops)} FLOPs of {self.base} the compute multiplier is {multiplier}"
@@ -113,10 +113,10 @@ def compare(
     targets: Sequence[float] = (),
     names: tuple[str, str] = ("base", "variant"),
 ) -> Comparison:
-    """Return the compute multiplier of `variant` over `base`, at their runs and at `targets`, FLOPs of the base.
+    """Estimate how many times the FLOPs of `variant` the base needs for the same loss.
 
-    Runs are paired by size and column `seed`. Raises InputError if both sides share a run, or one has fewer than two
-    sizes or D.
+    `targets` are further budgets, in FLOPs of the base. Runs are paired by size and column `seed`. Raises InputError if
+    both sides share a run, or one has fewer than two sizes or D.
     """
     if shared_runs := sorted({*base.run_id} & {*variant.run_id}):
         raise InputError(
@@ -232,7 +232,7 @@ class _Rows:
         self.noise = max(math.sqrt((squares / (runs[runs > 1] - 1)).mean()), 1e-6) if len(squares) else NOISE
 
     def more_seeds(self, error: float | None, freedom: float) -> int | None:
-        """Return how many more seeds show a difference of SEEN; errors fall as 1 / sqrt(clusters)."""
+        """Return how many more seeds are needed to detect a difference of SEEN, None if too many or unknown."""
         if error is None:
             return None
         seeds = np.arange(self.seeds, MOST_SEEDS)
@@ -281,7 +281,7 @@ class _Joint:
             self.meat.append((members, (vectors * inverse) @ vectors.T, residual[members]))
 
     def estimate(self, value: Callable[[Array], float]) -> Estimated:
-        """Return a function of the coordinates with its standard error."""
+        """Evaluate `value` at the fitted coordinates; return it, its standard error and degrees of freedom."""
         center = value(self.at_)
         if self.rows.reason or not math.isfinite(center):
             return center, None, math.inf
@@ -308,7 +308,7 @@ class _Joint:
 
 
 def both_laws(q: Array, rows: _Rows) -> tuple[Array, Array]:
-    """Return the log loss of every row (n,) and its derivatives by the coordinates (n, k)."""
+    """Return the log loss of every row (n,) and its derivatives by the coordinates q, (n, k)."""
     E, A, alpha, B, beta, gamma, m, trend, w, gap = (Jet(value, {i: 1.0}) for i, value in enumerate(q))
     z = rows.of_base
     X = rows.x - z * (0.5 * m + w + trend * rows.x)
@@ -320,7 +320,7 @@ def both_laws(q: Array, rows: _Rows) -> tuple[Array, Array]:
 
 
 def log_multiplier(q: Array, c: float) -> float:
-    """Return the log multiplier at the base's budget, c centred; -inf if the loss is never reached.
+    """Return the log multiplier at a budget of the base, c its centred log; -inf if the loss is never reached.
 
     Above E the best loss is a power law of compute, log R = h - s c (Hoffmann et al. 2022, equation 4, without gamma).
     """

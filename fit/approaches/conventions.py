@@ -75,7 +75,7 @@ def by_convention(
     law: Law | None = None,
     own: Array | None = None,
 ) -> list[ConventionRow]:
-    """Return a row for every parameter count times every FLOP count of the table.
+    """Fit the approaches under every pair of a parameter count and a FLOP count of the table.
 
     FLOP counts are 6ND and, if they differ, `flops_exact` or else the table's. Arguments are as in `analyze`; own (n,):
     FLOPs as answers count them, by default the table's.
@@ -116,7 +116,10 @@ def by_convention(
 def read_off(
     table: RunTable, N: Array, C: Array, mover: tuple[Array, Law] | None
 ) -> tuple[IsoflopProfiles, Envelope, float]:
-    """Fit approaches 2 and 1 in the counts N and C (n,). Also returns the largest factor on D that moved a run."""
+    """Fit isoFLOP profiles and an envelope with N and C (n,) as sizes and FLOPs.
+
+    Also returns the largest factor on D that moved a run to a common budget.
+    """
     budget, factor = _shared_budgets(table, C)
     largest = float(np.exp(np.abs(np.log(factor)).max()))
     loss = table.loss

@@ -29,7 +29,7 @@ class Envelope:
     def fit(
         self, N: ArrayLike, D: ArrayLike, loss: ArrayLike, flops: ArrayLike, budget: ArrayLike | None = None
     ) -> Envelope:
-        """Fit to finished runs: N, D, loss, flops (n,). Raises InputError for values not positive and finite."""
+        """Fit to finished runs, columns (n,). Raises InputError for values not positive and finite."""
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         same_length(N=N, D=D, loss=loss, flops=flops)
         labels, levels = budget_levels(flops, N, budget)
@@ -42,7 +42,7 @@ class Envelope:
         return self
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0) -> Envelope:
-        """Resample whole runs (`groups` (points,)) `n` times, which gives the laws draws."""
+        """Refit the laws to `n` resamples of whole runs; `groups` (points,) labels the runs."""
         if self.N_law_ is None:
             return self
         counts = cluster_counts(np.arange(len(self._labels)) if groups is None else groups, n, seed)
@@ -58,7 +58,7 @@ class Envelope:
         return self
 
     def _winners(self, counts: Array, jitter: np.random.Generator | None = None) -> tuple[Array, int]:
-        """Return flops, N, D and loss (4, draws, levels) of the best runs, and the number of winners at an edge."""
+        """Return flops, N, D and loss (4, draws, levels) of the best runs, and the number left out at an edge."""
         N, D, loss, flops = self._points
         levels = np.unique(self._labels[self._labels >= 0])
         best, ends = np.full((4, len(counts), len(levels)), np.nan), np.zeros((2, len(counts), len(levels)))

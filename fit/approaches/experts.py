@@ -22,7 +22,7 @@ class ExpertStudy:
 
     held_out: form -> root mean square error of log loss on the largest N_active and the most experts, fitted without
     them. sparsities: experts, leverage at the largest run's budget and its interval. answers: the best run of each
-    target, at any N_total and at most the largest one of the runs. load: of the run with the most uneven load.
+    target, at any N_total and at most the largest one of the runs. load: the most uneven of any run.
     """
 
     reason: str = ""
@@ -42,7 +42,7 @@ class ExpertStudy:
 def expert_columns(runs: RunTable) -> Columns:
     """Return N_active, N_total, D, loss and experts, each (n,). Raises InputError if a column is missing.
 
-    experts is the number in a layer over the number that a token uses; it may be missing in dense runs.
+    experts is the number per layer over the number per token; it may be missing in dense runs.
     """
     for name in ("N_active", "N_total", "experts"):
         if not np.isfinite(runs.column(name)).any():
@@ -55,13 +55,13 @@ def expert_columns(runs: RunTable) -> Columns:
 
 
 def held_out(law: ExpertLaw, columns: Columns, out: np.ndarray) -> Array:
-    """Return the log of observed over predicted loss in the rows of a mask, by the law fitted to the others."""
+    """Fit the law to the rows outside mask `out`; return log(observed / predicted loss) of the rows in it."""
     law.fit(*(columns[name][~out] for name in (*law.inputs, "loss")))
     return np.log(columns["loss"][out]) - np.log(law.predict(*(columns[name][out] for name in law.inputs)))
 
 
 def by_experts(runs: RunTable, targets: tuple[float, ...], bootstrap: int = 0, seed: int = 0) -> ExpertStudy | None:
-    """Return the study of a table, or None if no run has N_active below N_total."""
+    """Fit laws of experts to a table; return None if no run has N_active below N_total."""
     if not (runs.column("N_active") < ACTIVE * runs.column("N_total")).any():
         return None
     try:

@@ -114,7 +114,7 @@ METHODS: dict[str, tuple[Callable[[Array, Array], Curve], int, str]] = {
 
 
 def _valley(a: Array, b: Array, c: Array) -> Array:
-    """Return the local minimum of a t^3 + b t^2 + c t, NaN if it has none."""
+    """Return the t of the local minimum of a t^3 + b t^2 + c t, NaN if it has none."""
     with np.errstate(divide="ignore", invalid="ignore"):
         root = np.sqrt(b**2 - 3 * a * c)  # NaN where the derivative has no root
         # The root where the derivative rises, written without cancellation and valid for a parabola, a = 0.
@@ -123,7 +123,7 @@ def _valley(a: Array, b: Array, c: Array) -> Array:
 
 
 def _local_contrasts(knots: Array, weight: Array) -> Array:
-    """Return residual contrasts (windows, knots), of unit variance, of parabolas through NEIGHBOURS knots."""
+    """Return weights of unit variance, (windows, knots), that annul parabolas through NEIGHBOURS knots."""
     rows = np.zeros((max(len(knots) - NEIGHBOURS + 1, 0), len(knots)))
     for first in range(len(rows)):
         window = slice(first, first + NEIGHBOURS)
@@ -135,7 +135,7 @@ def _local_contrasts(knots: Array, weight: Array) -> Array:
 
 @dataclass(frozen=True)
 class IsoflopProfile:
-    """One budget: its runs by rising N (N0: their geometric mean), the curve through them, and its vertex.
+    """One budget: its runs by rising N (N0: their geometric mean), the curve through them, and its vertex (minimum).
 
     `reason` is empty if the vertex is accepted. Draws are NaN if a polynomial had no minimum.
     """
@@ -163,7 +163,7 @@ class IsoflopProfile:
 
     @property
     def shape(self) -> Curve | Valley:
-        """Return the fitted valley, or the curve's method on these sizes."""
+        """Return the fitted valley, or else the method's own curve."""
         return self.valley or self.own_curve
 
     @property
@@ -190,7 +190,7 @@ class IsoflopProfile:
 
 
 def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
-    """Return the profile with its vertex, or with the reason why there is none."""
+    """Add the vertex to a profile, or the reason why there is none."""
     sizes = len(np.unique(np.round(np.log(bare.N), SAME_SIZE)))
     _, needed, what = METHODS[bare.method]
     if sizes < needed:
@@ -223,14 +223,14 @@ def _edge(profile: IsoflopProfile, N_best: float) -> str:
 
 
 def tokens_at(profile: IsoflopProfile, N: Array) -> Array:
-    """Return D of this budget at size N, by a quadratic through the runs, for any convention."""
+    """Interpolate D of this budget at sizes N, by a quadratic through the runs."""
     u, at = np.log(profile.N / profile.N0), np.log(N / profile.N0)
     c = np.linalg.lstsq(np.stack([np.ones_like(u), u, u**2], 1), np.log(profile.D), rcond=None)[0]
     return np.exp(c[0] + c[1] * at + c[2] * at**2)
 
 
 def vertex_variance(profiles: list[IsoflopProfile]) -> Array:
-    """Return the variance of each log vertex, from the quartiles of its draws."""
+    """Return the variance of log N of each vertex, from the quartiles of its draws."""
     quartiles = np.array([np.nanpercentile(np.log(p.N_draws), [25, 75]) for p in profiles])  # type: ignore[arg-type]
     return (np.diff(quartiles, axis=1).ravel() / 1.349) ** 2 + 1e-12
 
@@ -264,9 +264,9 @@ class IsoflopProfiles:
         budget: ArrayLike | None = None,
         weight: ArrayLike | None = None,
     ) -> IsoflopProfiles:
-        """Fit to columns (n,). `budget` is the budget of each run (NaN: none), by default from `flops`.
+        """Fit to runs (n,). `budget` is the budget of each (NaN: none), by default from `flops`.
 
-        Raises InputError for values that are not positive and finite.
+        Raises InputError for values not positive and finite.
         """
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         weight = check_weights(weight, len(N))
@@ -354,7 +354,7 @@ class IsoflopProfiles:
             self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in accepted], 1))
 
     def _line(self, accepted: list[IsoflopProfile]) -> tuple[Array, Array, Array]:
-        """Fit N*(C) of valleys as a line in log-log; returns its design (budgets, 2), level and slope, covariance."""
+        """Fit N*(C) of valleys as a line in log-log; return the design matrix, level and slope, and covariance."""
         prior = read_constants("forecast")["isoflop"]
         t, y = (np.log([getattr(p, name) for p in accepted]) for name in ("flops", "N_best"))
         X = np.stack([np.ones_like(t), t - t[-1]], 1)
@@ -409,7 +409,7 @@ def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tu
 
 
 def binned_levels(flops: Array, width: float) -> np.ndarray:
-    """Return labels (n,) of bins of `width` decades, for tables without budgets."""
+    """Label runs (n,) by bins of `width` decades of FLOPs, for tables without budgets."""
     log = np.log10(flops)
     return np.unique(np.floor((log - log.min()) / width).astype(int), return_inverse=True)[1].ravel()
 

@@ -32,7 +32,7 @@ class RecipeLaw:
 
     @property
     def cached(self) -> float:
-        """Return the bytes that a decoder of the largest run caches per token; NaN if unknown."""
+        """Return the most bytes that a decoder of these runs caches per token; NaN if unknown."""
         return float(self.table.column("kv_bytes").max())
 
     @property
@@ -62,12 +62,12 @@ class RecipeLaw:
 
 
 def kinds(runs: RunTable) -> str:
-    """Return the word for the groups of runs that reports use."""
+    """Return what reports call the groups of runs: "variants" or "data recipes"."""
     return "variants" if "variant" in runs.frame else "data recipes"
 
 
 def split(runs: RunTable) -> dict[str, RunTable]:
-    """Return the runs of each recipe or variant, the base first: `raw` or `base`, else the first."""
+    """Split runs by recipe or variant. The base is first: `raw` or `base`, else the first in the table."""
     base = BASE if "variant" in runs.frame else RAW
     if COLUMN not in runs.frame:
         return {base: runs}
@@ -104,7 +104,7 @@ def by_recipe(
 
 
 def sentences(laws: Sequence[RecipeLaw]) -> list[str]:
-    """Return the comparisons with the base as text, one paragraph each."""
+    """Describe each recipe's comparison with the base, or why there is none, in a paragraph."""
     return [
         " ".join(recipe.comparison.sentences)
         if recipe.comparison
