@@ -99,7 +99,7 @@ def _answer(a: Analysis) -> Warnings:
 
 
 def _backtest(a: Analysis) -> Warnings:
-    """Check whether the backtest contradicts the answers or does not reach the targets."""
+    """Warn if the backtest contradicts the answers or does not reach the targets."""
     tested, top = a.backtest["tested"], float(a.table.flops.max())
     yield from extrapolation(top, a.targets, tested and tested["reach"])
     if tested is None or a.law is None:
@@ -145,7 +145,7 @@ def _outliers(a: Analysis, law: Law) -> Warnings:
 
 
 def _moved(law: Law, without: dict[str, float], C: float) -> str:
-    """Describe how D/N at C FLOPs and the exponents change."""
+    """Describe how D/N at C FLOPs and the exponents change with the constants `without` outliers."""
     best = [unlimited(law, constants, np.array(C), own_convention(law)) for constants in (law.constants_, without)]
     was, now = (amount(float(np.ravel(D / N)[0])) for N, D, _ in best)
     exponents = "".join(

@@ -58,7 +58,7 @@ MAY_BE_ZERO = ("excess", "decay_share", "warmup_share", "warmup_tokens", "warmup
 
 @dataclass(frozen=True)
 class Warning:
-    """A warning: a stable `code` for programs and a `message` with the numbers for the user."""
+    """A warning: a stable `code` for programs and a `message` for the user."""
 
     code: str
     message: str
@@ -70,7 +70,7 @@ Warnings = Iterator[Warning]
 def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ...]:
     """Return every warning that needs the table alone, worst first.
 
-    `targets` are FLOP budgets to extrapolate to. Raises InputError when one is not a positive number.
+    Raises InputError if one of `targets`, FLOP budgets, is not positive.
     """
     warnings = [warning for check in CHECKS for warning in check(table)]
     return (*warnings, *extrapolation(float(table.flops.max()), positive("target", targets) if len(targets) else ()))
@@ -79,7 +79,7 @@ def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ..
 def examine_plan(
     N: ArrayLike, D: ArrayLike, flops: ArrayLike, budget: ArrayLike, epochs: ArrayLike
 ) -> tuple[Warning, ...]:
-    """Return the warnings and refusals that planned runs (n,) will cause; `budget` and `epochs` are NaN if unknown."""
+    """Return the warnings that planned runs (n,) will cause; `budget` and `epochs` are NaN if unknown."""
     n, unknown = len(floats(N)), np.full(len(floats(N)), np.nan)
     names, rows = np.arange(n).astype(str), np.arange(n)
     table = RunTable(
@@ -99,14 +99,14 @@ def examine_plan(
 
 
 def numbers(table: RunTable, role: str) -> Array:
-    """Return a numeric column of the runs (n,), NaN where it is absent or impossible for this quantity."""
+    """Return the column of a role in COLUMNS as numbers (n,), NaN where absent or not a possible value."""
     values = table.column(_column(table, role))
     possible = np.isfinite(values) & ((values > 0) | ((values == 0) & (role in MAY_BE_ZERO)))
     return np.where(possible, values, np.nan)
 
 
 def texts(table: RunTable, role: str) -> list[str]:
-    """Return a text column of the runs in lower case, empty where it is absent."""
+    """Return the column of a role in COLUMNS as lower-case text, empty where absent."""
     name = _column(table, role)
     if not name:
         return [""] * len(table)
@@ -134,7 +134,7 @@ def first_few(items: Sequence[str], limit: int = 3) -> str:
 
 
 def _alike(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a label (n,) per distinct row of the columns, and the rows that repeat an earlier one."""
+    """Label equal rows of the columns alike, (n,); also return indices of rows that repeat an earlier one."""
     values = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns])
     _, first, point = np.unique(values, axis=1, return_index=True, return_inverse=True)
     return point.ravel(), np.setdiff1d(np.arange(len(columns[0])), first)
@@ -184,7 +184,7 @@ def _loss_unit(t: RunTable) -> Iterator[str]:
 
 
 def _as_in_bits(t: RunTable) -> bool:
-    """Return whether losses are about 1/ln 2 times the published law; English text is at 0.88 to 1.22 times."""
+    """Return whether losses look like bits: about 1/ln 2 times a published law's (English text: 0.88 to 1.22)."""
     ordinary = (t.N >= 1e7) & (t.D >= 1e8)
     if ordinary.sum() < max(5, 0.5 * len(t)):
         return False
@@ -269,7 +269,7 @@ def pooled_experiments(t: RunTable) -> Warnings:
 
 
 def _bits_by_bytes(t: RunTable) -> np.ndarray:
-    """Return rows whose loss per bit per byte is 1/ln 2 times that of all others."""
+    """Return the indices of rows whose loss over bits per byte is 1/ln 2 times that of all others."""
     per_byte = t.loss / numbers(t, "bits_per_byte")
     lifted = np.log(per_byte / np.nanmin(per_byte)) / np.log(BITS) if np.isfinite(per_byte).any() else per_byte
     finite = lifted[np.isfinite(lifted)]
@@ -278,9 +278,9 @@ def _bits_by_bytes(t: RunTable) -> np.ndarray:
 
 
 def _bits_among_nats(t: RunTable) -> np.ndarray:
-    """Return rows whose loss is 1/ln 2 times a quadratic surface in (log N, log D) through the others.
+    """Return the indices of rows whose loss is 1/ln 2 times a surface in (log N, log D) through the others.
 
-    Alternates between fitting the surface and choosing rows. Of sets that fit about equally well, the flattest wins.
+    Of sets that fit about equally well, the flattest wins.
     """
     n, lift, no_rows = len(t), np.log(BITS), np.empty(0, dtype=int)
     if n < 12:
@@ -316,14 +316,14 @@ def _surface(t: RunTable, degree: int) -> Array:
 
 
 def _off(columns: Array, values: Array) -> Array:
-    """Return the residual of values (..., n) after projection onto columns (n, k)."""
+    """Subtract from values (..., n) their projection onto columns (n, k)."""
     u, s, _ = np.linalg.svd(columns, full_matrices=False)
     basis = u[:, s > 1e-6 * s[0]]
     return values - values @ basis @ basis.T
 
 
 def embeddings(t: RunTable) -> Warnings:
-    """Check whether N leaves out embeddings, or is counted in both ways."""
+    """Warn if N leaves out embeddings, in all runs or in some."""
     total, bare = numbers(t, "N_total"), numbers(t, "N_non_embedding")
     tables = numbers(t, "vocabulary") * numbers(t, "width")
     whole, part = np.isclose(t.N, total, rtol=1e-9), np.isclose(t.N, bare, rtol=1e-9)
@@ -349,7 +349,7 @@ def embeddings(t: RunTable) -> Warnings:
 
 
 def active_parameters(t: RunTable) -> Warnings:
-    """Check whether N of a mixture of experts counts all parameters or the active ones."""
+    """Warn if runs are mixtures of experts, and state which parameters N counts."""
     active, every = numbers(t, "N_active"), numbers(t, "N_all")
     every = np.where(np.isfinite(every), every, t.N)
     share = (active / every)[active < 0.99 * every]
@@ -478,7 +478,7 @@ def repeated_data(t: RunTable) -> Warnings:
 
 
 def repeated(epochs: Array) -> Warnings:
-    """Check whether runs repeat their data too often; `epochs` (n,), NaN where unknown."""
+    """Warn if runs repeat their data too often; `epochs` (n,), NaN where unknown."""
     many = epochs > MANY_EPOCHS
     if many.any():
         yield Warning(
@@ -534,7 +534,7 @@ def branches(t: RunTable) -> Warnings:
 
 
 def _families(keys: Iterable[Hashable], groups: np.ndarray) -> list[int]:
-    """Return the number of groups for each key that several share; None is not a key."""
+    """Count the groups of each key that several groups share; the key None is ignored."""
     members = Counter(key for key, _ in set(zip(keys, groups, strict=True)) if key is not None)
     return [count for count in members.values() if count > 1]
 
@@ -612,7 +612,7 @@ def _monotone(x: Array, y: Array) -> bool:
 
 
 def _duplicates(t: RunTable) -> Warnings:
-    """Check for rows that repeat a run, and runs that copy another's numbers."""
+    """Warn of rows that repeat a run, and of runs that copy another's numbers."""
     _, again = _alike(t.run_id, t.N, t.D)
     findings = []
     if again.size:
@@ -703,9 +703,9 @@ def _provenance(t: RunTable) -> Warnings:
 
 
 def extrapolation(high: float, targets: Iterable[float], reach: float | None = None) -> Warnings:
-    """Check for targets (FLOPs) farther beyond the largest run, of `high` FLOPs, than a backtest could test.
+    """Warn of targets (FLOPs) too far beyond the largest run, of `high` FLOPs.
 
-    `reach` is the largest factor that it tested; EXTRAPOLATION if None.
+    `reach` is the largest factor that a backtest tested; EXTRAPOLATION if None.
     """
     far = [C for C in targets if (reach or EXTRAPOLATION) * high < C]
     distances = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)

@@ -35,7 +35,7 @@ class Clash:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The agreement of the approaches (None: cannot be judged), a sentence on it, and suspects where they disagree."""
+    """The agreement of the approaches (None: cannot be judged), a sentence on it, and suspects of a disagreement."""
 
     agree: bool | None
     sentence: str
@@ -87,7 +87,7 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
 
 
 def find_suspects(approaches: Mapping[str, Approach], budgets: set[float], table: RunTable) -> tuple[str, ...]:
-    """Return possible reasons for a disagreement at `budgets`, as sentences; reasons of other warnings are left out."""
+    """Return possible reasons for a disagreement at `budgets`, as sentences, without those that other warnings give."""
     suspects, envelope = [], approaches.get("envelope")
     share = 1.0 - table.column("N_non_embedding") / table.N
     if np.isfinite(share).all() and share.max() - share.min() > 0.1:
