@@ -32,7 +32,10 @@ class InputError(ValueError):
 
 
 def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
-    """Return `values` as a flat float64 array from LEAST to MOST; `rows` labels them in errors."""
+    """Return `values` as a flat float64 array; `rows` labels them in errors.
+
+    Raises InputError if a value lies outside [LEAST, MOST].
+    """
     numbers = _checked(name, values, rows, "a finite number above zero", lambda v: v > 0)
     return _checked(name, numbers, rows, f"from {LEAST:g} to {MOST:g}", lambda v: (v >= LEAST) & (v <= MOST))
 

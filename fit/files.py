@@ -22,7 +22,7 @@ Form = TypeVar("Form")
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` when the block succeeds, and is deleted when it fails.
 
-    Raises InputError when the folder cannot be written to or the disk is full.
+    Raises InputError if `path` cannot be written.
     """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -87,7 +87,7 @@ def read_constants(name: str) -> Any:
 
 
 def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form:
-    """Read a JSON or YAML file as `form`, any type that msgspec supports, such as a dataclass or `dict[str, float]`.
+    """Read a JSON or YAML file as `form`, any type that msgspec supports.
 
     Raises InputError if it cannot be read, has more than `largest` bytes, or is not of this form.
     """

@@ -60,6 +60,6 @@ def check_convention(convention: str) -> None:
 
 
 def flops_per_token(N: Array, D: Array, flops: Array) -> FlopsPerToken | None:
-    """Return the convention of runs, all (n,); None if it is 6N, for which the optimum has a closed form."""
+    """Fit FLOPs per token to runs, all (n,). Returns None if 6N, for which the optimum has a closed form."""
     same = np.all(np.abs(flops / (6.0 * N * D) - 1.0) < SAME)
     return None if same else FlopsPerToken.measured(N, D, flops)

@@ -54,7 +54,7 @@ STAR: dict[str, Any] = {"marker": "*", "s": 120, "edgecolor": "black", "linewidt
 
 
 def shade(share: float) -> str:
-    """Return the colour of the ordered scale at `share`, 0 to 1."""
+    """Return the colour (#rrggbb) at `share`, 0 to 1, of the scale VIRIDIS."""
     at = float(np.clip(share, 0, 1)) * (len(VIRIDIS) - 1)
     low = min(int(at), len(VIRIDIS) - 2)
     mixed = (round(a + (at - low) * (b - a)) for a, b in zip(VIRIDIS[low], VIRIDIS[low + 1], strict=True))
@@ -62,7 +62,7 @@ def shade(share: float) -> str:
 
 
 def shades(values: Array) -> list[str]:
-    """Return colours by the logarithm of the values."""
+    """Return a colour for each value, by its logarithm."""
     log = np.log(values)
     span = np.ptp(log)
     return [shade(0.3 if span == 0 else (v - log.min()) / span) for v in log]
@@ -87,7 +87,7 @@ def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tu
 
 
 def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Array, Array | None]]:
-    """Return each approach with an answer, its values at budgets C (m,), and its band (m, 2) or None."""
+    """Return each approach with an answer, its `quantity` at budgets C (m,), and its band (m, 2) or None."""
     lines = []
     for approach in a.ranked:
         values, band = (answer[quantity] for answer in approach.answers(C))
@@ -97,7 +97,7 @@ def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Ar
 
 
 def measured_optima(a: Analysis, quantity: str) -> tuple[Series, Series]:
-    """Return the measured N, D or loss by budget: accepted isoFLOP vertices, and the envelope's winners."""
+    """Return the measured optimal `quantity` by budget, of accepted isoFLOP profiles and of the envelope."""
     good = a.profiles.accepted_
     name = {"N": "N_best", "D": "D_best", "loss": "loss_best"}[quantity]
     vertices = np.array([p.flops for p in good]), np.array([getattr(p, name) for p in good])
@@ -105,7 +105,7 @@ def measured_optima(a: Analysis, quantity: str) -> tuple[Series, Series]:
 
 
 def loss_curves(a: Analysis, curves: Any, by: str) -> list[tuple[str, float, Array, Array]]:
-    """Return run, N, x (tokens or flops) and loss of each of the table's runs in `curves`."""
+    """Return id, N, x (`by`: tokens or flops) and loss of each of the table's runs in `curves`."""
     sizes = dict(zip(a.table.run_id.tolist(), a.table.N.tolist(), strict=True))
     if curves is None or not {"run_id", "loss", by} <= set(curves):
         return []
@@ -162,7 +162,7 @@ def plot_contours(law: Law, N: Array, D: Array, loss: Array, ax: Axes | None = N
 
 
 def plot_isoflop(profiles: Any, ax: Axes | None = None) -> Axes:
-    """Plot runs, curve and vertex of each budget; a refused curve is dotted and has no vertex."""
+    """Plot runs, curve and vertex of each budget; the curve is dotted if its vertex is not accepted."""
     ax = _axes(ax, "parameters N", LOSS)
     shown = profiles.profiles_
     for p, colour in zip(shown, shades(np.array([p.flops for p in shown])) if shown else [], strict=True):
@@ -250,7 +250,7 @@ def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = No
 
 
 def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
-    """Plot errors of predicted losses by distance beyond the fitted runs, one colour per step."""
+    """Plot errors of predicted losses by distance beyond the fitted runs."""
     ax = _axes(ax, "compute relative to the largest run fitted", "error of the loss (%)")
     ahead = (analysis.backtest["tested"] or {}).get("ahead", [])
     if not ahead:
@@ -266,7 +266,7 @@ def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
 def save_figures(
     analysis: Analysis, directory: str | Path, curves: Any = None, formats: Sequence[str] = ("png",)
 ) -> list[Path]:
-    """Save every figure that this analysis supports, in each of `formats` (png, pdf, svg). Text stays text."""
+    """Save every figure that this analysis supports in `formats` (png, pdf, svg); return the paths."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

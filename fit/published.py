@@ -54,7 +54,7 @@ class PublishedLaw:
     fitted      ranges of the runs behind it: C FLOPs, N parameters, D tokens, M = D / N -> (low, high)
     splits      for a law of the loss: true if the authors' optimum is the lowest loss under 6ND
     frontier    name of the law that gives the loss where this one splits a budget
-    Values are None if the paper does not state them or the law does not depend on them.
+    Values are None if the paper does not state them.
     """
 
     name: str
@@ -167,7 +167,7 @@ def published_law(name: str) -> PublishedLaw:
 
 
 def published_laws(kind: str | None = None) -> list[PublishedLaw]:
-    """Return every published law, or the laws of one kind ("loss", "optimal N", "learning rate", ...)."""
+    """Return every published law, or those of one `kind`, such as "loss"."""
     kinds = sorted({law.kind for law in _LAWS.values()})
     if kind is not None:
         one_of("kind", kind, kinds)
@@ -175,7 +175,7 @@ def published_laws(kind: str | None = None) -> list[PublishedLaw]:
 
 
 def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> pd.DataFrame:
-    """Compare how published laws split `flops`: one row per law and target with its conventions, own laws first.
+    """Compare how published laws split `flops`: one row per law and target, own laws first.
 
     `beyond` is flops over the largest budget of the fit; unpublished values are NaN. Losses of different tokenizers or
     data are not comparable.
@@ -229,7 +229,7 @@ class PublishedFile:
 
 @dataclass(frozen=True)
 class PublishedData:
-    """A published data set: its files (the first is the default), source, licence and columns.
+    """A published data set; the first of its files is the default.
 
     `columns` and `derive_d` are passed to `read_table`; `how` explains how to make files that cannot be downloaded. A
     table of runs keeps the last row for each value of column `last`, and adds the constants `same`.
@@ -297,8 +297,8 @@ def published_runs(
 ) -> RunTable:
     """Load a published data set as a table of runs.
 
-    `where` selects rows by column values (one, or a list), such as {"train_dataset": "rpj"}, because most sets mix
-    training data or conventions. `drop_worst` is as in `read_table`, `folder` and `download` as in `load_published`.
+    `where` selects rows by column values (one, or a list), such as {"train_dataset": "rpj"}. `drop_worst` is as in
+    `read_table`, `folder` and `download` as in `load_published`.
     """
     record = published_data(name)
     frame = load_published(name, folder=folder, download=download)

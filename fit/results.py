@@ -44,7 +44,7 @@ class Analysis:
     """The result of `analyze`.
 
     `approaches` maps envelope, isoflop and parametric to an `Approach`. `law` is None if its fit failed. `mixture`, if
-    requested and available, answers first. `recipes` has a law for each data recipe if there are several.
+    available, answers first. `recipes` has the law of each data recipe, if several.
     """
 
     table: RunTable
@@ -77,19 +77,19 @@ class Analysis:
 
     @property
     def lead(self) -> Approach:
-        """Return the approach that answers first: the mixture, or else the law."""
+        """Return the approach whose answer comes first: the mixture, or else the parametric law."""
         return self.mixture if self.mixture and self.mixture.available else self.approaches["parametric"]
 
     @property
     def ranked(self) -> list[Approach]:
-        """Return the approaches with an answer: the mixture, the best backtested, the others."""
+        """Return the approaches with an answer: the mixture, the one that backtests best, the others."""
         best = (self.backtest.get("tested") or {}).get("best")
         order = sorted(PREFERRED, key=lambda key: key != best)
         approaches = [self.lead, *(self.approaches[key] for key in order)]
         return [approach for i, approach in enumerate(approaches) if approach.available and (i or approach.mixture)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON of the analysis; numbers that are not finite are null."""
+        """Return the analysis as JSON types; numbers that are not finite are null."""
         approaches = {
             key: approach.to_dict()
             | {"optimal": [vars(approach.at(C)) for C in self.targets] if approach.available else []}
@@ -160,7 +160,7 @@ def answer(
     convention: str = "table",
     intervals: str = "mixture",
 ) -> dict[str, Any]:
-    """Return N*, D* and loss of a saved law as JSON.
+    """Return N*, D* and loss of a saved law at `targets`, as JSON types.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def answer(
     convention
         How FLOPs are counted: "table" (as in the fitted table) or "6nd".
     intervals
-        "mixture" to use the saved mixture of forms if there is one, "noise" for the law alone.
+        "mixture" to use the saved mixture of forms, if any, "noise" for the law alone.
     """
     law = read_law(source)
     if tuple(law.inputs) != ("N", "D"):

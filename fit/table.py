@@ -82,7 +82,7 @@ class RunTable:
         return numeric(self.frame, name)[self.rows]
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the runs with the columns that laws read, without columns that are empty."""
+        """Return the columns of the runs that laws read, without empty ones."""
         import pandas as pd
 
         names = ("run_id", "N", "D", "flops", "loss", "loss_se", "budget", "weight", "group")
@@ -112,7 +112,7 @@ class RunTable:
 
 
 def numeric(frame: pd.DataFrame, name: str) -> Array:
-    """Return a column as numbers, NaN where it has none."""
+    """Return a column as numbers, NaN where absent or not a number."""
     import pandas as pd
 
     if name not in frame:
@@ -123,7 +123,7 @@ def numeric(frame: pd.DataFrame, name: str) -> Array:
 
 
 def ended(frame: pd.DataFrame) -> np.ndarray:
-    """Return a mask (rows,) of finished runs."""
+    """Return a mask (rows,) of the rows whose column `final` is true."""
     return frame["final"].astype(str).str.strip().str.lower().isin(["true", "1", "1.0"]).to_numpy(dtype=bool)
 
 
@@ -255,7 +255,7 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
 
 
 def _averaged(frame: pd.DataFrame, source: Any) -> tuple[pd.DataFrame, list[str]]:
-    """Add the points of averaged weights from a sweep's curves.csv. Returns the table and notes."""
+    """Add the losses of averaged weights in a sweep's curves.csv as rows. Returns the table and notes."""
     import pandas as pd
 
     from .curves.averaged import with_averages

@@ -32,7 +32,7 @@ def check_resampling(n: int, seed: int, minimum: int = 1) -> None:
 
 
 def by_group(groups: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the labels in order of first appearance, and each row's place among them."""
+    """Return the distinct groups in order of first appearance, and each row's index among them."""
     labels, first, member = np.unique(np.asarray(groups).astype(str), return_index=True, return_inverse=True)
     order = np.argsort(first)
     return labels[order], np.argsort(order)[member]
@@ -49,7 +49,7 @@ def group_labels(groups: Any, rows: int) -> np.ndarray:
 
 
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
-    """Draw whole `groups` (rows,). Returns counts of each row, (resamples, rows)."""
+    """Draw whole `groups` (rows,). Returns how often each row was drawn, (resamples, rows)."""
     check_resampling(resamples, seed)
     labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
 def identifiable_counts(
     groups: Any, n: int, seed: int, inputs: Array, weight: Array, axes: Array, free: int
 ) -> tuple[Array, int]:
-    """Draw resamples (n, rows) that identify a law. Returns them and the number of discarded ones.
+    """Draw resamples that identify a law, as counts (n, rows). Also returns how many were discarded.
 
     A resample must have more distinct `inputs` (m, rows) than `free` parameters, and vary in all log inputs `axes` (a,
     rows).
@@ -93,7 +93,7 @@ def independent_groups(groups: Any, free: int) -> int:
 
 
 def resampled_together(groups: Array, run_ids: Array, free: int) -> Array:
-    """Return `groups`, or `run_ids` if groups are too few for `free` parameters, which makes intervals too narrow."""
+    """Return `groups`, or `run_ids` if groups are too few for `free` parameters; intervals are then too narrow."""
     few = len(np.unique(groups)) <= free < len(np.unique(run_ids))
     return run_ids if few else groups
 
@@ -130,9 +130,9 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
 
 
 def kernel_width(errors: Array, independent: int) -> float:
-    """Return the robust bandwidth of a Gaussian kernel for `errors` (rows,) of `independent` groups.
+    """Return a robust bandwidth of a Gaussian kernel for `errors` (rows,) of `independent` groups.
 
-    95 % intervals of Huber fits cover 92 to 95 % without a kernel, and 95 to 98 % with Silverman's bandwidth.
+    95 % intervals of Huber fits cover 92 to 95 % without it, and 95 to 98 % with Silverman's.
     """
     spread = min(np.sqrt(np.mean(errors**2)), 1.4826 * np.median(np.abs(errors)))
     return float(KERNEL * spread * independent**-0.2)
@@ -141,12 +141,11 @@ def kernel_width(errors: Array, independent: int) -> float:
 def wild_targets(
     fitted: Array, left_out: Array, groups: Any, n: int, seed: int, freedom: int, width: float | None = None
 ) -> Array:
-    """Return targets (n, rows) of a wild bootstrap: the fit plus residuals with one random sign per group.
+    """Draw targets (n, rows) of a wild bootstrap: the fit plus residuals with one random sign per group.
 
-    left_out (rows,): residuals of the fit without the row's group, which give the jackknife's covariance (MacKinnon and
-    White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). Their size is scaled at random as in
-    Student's t with `freedom` degrees, because few groups determine it poorly. width: of a kernel for a nearly L1
-    objective, whose intervals depend on the density of errors near zero (De Angelis, Hall and Young 1993).
+    left_out (rows,): residuals of a fit without the row's group, which give the jackknife's covariance (MacKinnon and
+    White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). Their size varies at random as in
+    Student's t with `freedom` degrees. width: of a kernel for a nearly L1 objective (De Angelis, Hall and Young 1993).
     """
     check_resampling(n, seed)
     labels, member = by_group(groups)
@@ -180,7 +179,7 @@ def percentile_intervals(draws: Array, level: float) -> Array:
 
 
 def excess_scatter(squares: Array, variance: Array, freedom: int) -> float:
-    """Solve sum squares / (variance + tau^2) = freedom for tau >= 0 (Paule and Mandel 1982)."""
+    """Solve sum(squares / (variance + tau^2)) = freedom for tau, 0 if there is none (Paule and Mandel 1982)."""
     if freedom < 1 or (squares / variance).sum() <= freedom:
         return 0.0
     low, high = 0.0, float(np.sqrt(squares.sum() / freedom))  # at `high` the sum is at most `freedom`

@@ -59,7 +59,7 @@ def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
 
 
 def style(part: str) -> Any:
-    """Return a copy of one part of the layout."""
+    """Return a copy of one part of templates/layout.json, such as "axis"."""
     return json.loads(STYLE)[part]
 
 
@@ -75,7 +75,7 @@ def layout(
     log_y: bool = False,
     **more: Any,
 ) -> Trace:
-    """Return a layout whose log axes span `xs` and `ys`; FLOPs read as powers of ten, others as 10k, 1M, 1B."""
+    """Return a plotly layout whose log axes span `xs` and `ys`; FLOPs read as powers of ten, others as 10k, 1M, 1B."""
     look: Trace = style("layout") | {"height": height} | more
     for axis, title, log, values in (("xaxis", x, log_x, xs), ("yaxis", y, log_y, ys)):
         look[axis] = style("axis") | (style("log") if log else {}) | {"title": {"text": title, "standoff": 12}}
@@ -89,7 +89,7 @@ def layout(
 
 
 def tick_step(decades: float) -> int | str:
-    """Return ticks for a log axis: 1, 2 and 5 on a short axis, about eight decades on a long one."""
+    """Return plotly's `dtick` for a log axis: 1, 2 and 5 on a short axis, about eight ticks on a long one."""
     return "D2" if decades < 1.6 else max(1, int(np.ceil(decades / 8)))
 
 
@@ -101,12 +101,12 @@ def as_list(values: Any) -> list[Any]:
 def line(
     x: Any, y: Any, colour: str, hover: list[str] | None = None, width: float = 2, dash: str = "solid", **more: Any
 ) -> Trace:
-    """Return a line with hover texts; without texts it is not in the legend either."""
+    """Return a plotly line with hover texts; without texts it is not in the legend either."""
     return _trace("lines", x, y, hover, {"line": {"color": colour, "width": width, "dash": dash}} | more)
 
 
 def points(x: Any, y: Any, colour: Any, hover: list[str], size: float = 8, edge: str = "white", **more: Any) -> Trace:
-    """Return at most MOST_RUNS marks with hover texts; `colour` is one or a list."""
+    """Return a trace of at most MOST_RUNS marks with hover texts; `colour` is one or a list."""
     if len(x) > MOST_RUNS:
         chosen = np.unique(np.linspace(0, len(x) - 1, MOST_RUNS).astype(int)).tolist()
         x, y, hover = np.asarray(x)[chosen], np.asarray(y)[chosen], [hover[i] for i in chosen]
@@ -287,7 +287,7 @@ def answer(a: Analysis) -> Figure | None:
 
 
 def allocation(a: Analysis, quantity: str) -> Figure | None:
-    """Draw N, D or loss of the best run by budget."""
+    """Draw the optimal N, D or loss by budget."""
     low, high = float(a.table.flops.min()), float(a.table.flops.max())
     far = max(*a.targets, high * 10)
     C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
@@ -393,7 +393,7 @@ def backtest(a: Analysis) -> Figure | None:
 
 
 def multiplier(a: Analysis) -> Figure | None:
-    """Draw the compute multiplier of each variant by the base's budget."""
+    """Draw each variant's compute multiplier against the base's budget."""
     lines, bands = list[Trace](), list[Trace]()
     compared = [item.comparison for item in a.recipes if item.comparison]
     for item, colour in zip(compared, PALETTE * len(compared), strict=False):
@@ -414,7 +414,7 @@ def multiplier(a: Analysis) -> Figure | None:
 
 
 def experts(a: Analysis) -> Figure | None:
-    """Draw loss by FLOPs (6 N_active D) for each number of experts."""
+    """Draw loss against FLOPs (6 N_active D) for each number of experts."""
     if a.experts is None or a.experts.law is None:
         return None
     c, every, data = a.experts.columns, [row["experts"] for row in a.experts.sparsities], list[Trace]()

@@ -60,9 +60,9 @@ def write_report(
     costs
         Content of a sweep's costs.json.
     under_way
-        run_id, N, D, seen, loss, low and high of unfinished runs.
+        Unfinished runs: run_id, N, D, seen (share), loss (forecast), low, high.
     alone
-        An analysis without points of averaged weights, for comparison.
+        An analysis without points of averaged weights.
     """
     folder = Path(directory)
     if curves is not None:
@@ -137,7 +137,7 @@ def render_report(
 
 
 def packed(content: str) -> str:
-    """Compress content for the page, deterministically; Plotly shrinks from 4.5 to 1.8 MB."""
+    """Compress content for the page, as base64 of gzip."""
     return base64.b64encode(gzip.compress(content.encode(), mtime=0)).decode()
 
 
