@@ -87,7 +87,7 @@ def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tu
 
 
 def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Array, Array | None]]:
-    """Return each approach with an answer, its `quantity` at budgets C (m,), and its band (m, 2) or None."""
+    """Return each approach with an answer, its `quantity` at budgets C (m,), and its interval (m, 2) or None."""
     lines = []
     for approach in a.ranked:
         values, band = (answer[quantity] for answer in approach.answers(C))
@@ -176,7 +176,7 @@ def plot_isoflop(profiles: Any, ax: Axes | None = None) -> Axes:
 
 
 def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = None) -> Axes:
-    """Plot the optimal `quantity` (N, D or loss) by budget for every approach with an answer, with bands."""
+    """Plot the optimal `quantity` (N, D or loss) by budget for every approach with an answer, with intervals."""
     log = quantity != "loss"
     ax = _axes(ax, "training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
     C = np.geomspace(analysis.table.flops.min() / 2, analysis.table.flops.max() * 30, 120)

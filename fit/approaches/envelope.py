@@ -58,7 +58,7 @@ class Envelope:
         return self
 
     def _winners(self, counts: Array, jitter: np.random.Generator | None = None) -> tuple[Array, int]:
-        """Return flops, N, D and loss (4, draws, levels) of the best runs, and the number left out at an edge."""
+        """Return flops, N, D and loss (4, draws, levels) of the best runs, and how many of extreme size it omits."""
         N, D, loss, flops = self._points
         levels = np.unique(self._labels[self._labels >= 0])
         best, ends = np.full((4, len(counts), len(levels)), np.nan), np.zeros((2, len(counts), len(levels)))

@@ -27,7 +27,7 @@ MILD = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncer
 
 
 def run_checks(a: Analysis) -> tuple[Warning, ...]:
-    """Return all warnings: what prevents a fit, faults of the table, faults of the fit, then limits."""
+    """Return all warnings: what prevents a fit, faults of the table, faults of the fit, then its limits."""
     law, recipes, verdict = a.law, a.recipes, a.verdict
     warnings = [
         Warning(f"no_{item.key}", f"{item.title} has no answer: {item.reason.rstrip('.')}.")

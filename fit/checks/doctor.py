@@ -269,7 +269,7 @@ def pooled_experiments(t: RunTable) -> Warnings:
 
 
 def _bits_by_bytes(t: RunTable) -> np.ndarray:
-    """Return the indices of rows whose loss over bits per byte is 1/ln 2 times that of all others."""
+    """Return the indices of rows whose ratio of loss to bits per byte is 1/ln 2 times that of all others."""
     per_byte = t.loss / numbers(t, "bits_per_byte")
     lifted = np.log(per_byte / np.nanmin(per_byte)) / np.log(BITS) if np.isfinite(per_byte).any() else per_byte
     finite = lifted[np.isfinite(lifted)]
