@@ -176,8 +176,8 @@ def check(sweep: SweepDirectory, reference: SweepDirectory) -> list[str]:
     if (rows := len(table.read_text().splitlines()) - 1 if table.exists() else 0) != len(expected):
         complaints.append(f"the table has {rows} rows, for {len(expected)} runs")
     # The doctor repairs files that faults have damaged next to whole results; then nothing may be left.
-    print(*(f"doctor: {finding}" for finding in doctor.examine_sweep(sweep, mend=True)), sep="\n")
-    return complaints + [f"doctor: {item}" for item in doctor.examine_sweep(sweep, mend=False) if item.is_left]
+    print(*(f"doctor: {finding}" for finding in doctor.examine_sweep(sweep, repair=True)), sep="\n")
+    return complaints + [f"doctor: {item}" for item in doctor.examine_sweep(sweep, repair=False) if item.is_left]
 
 
 def check_run(run: RunDirectory, reference: RunDirectory) -> Iterator[str]:

@@ -128,7 +128,7 @@ REFUSED = [
     ({"budget": float("nan")}, "budget is nan"),
     pytest.param(
         {"budget": 1e6},
-        r"budget is 1e\+06 FLOPs, and the smallest run worth adding needs .*e\+10",
+        r"budget is 1e\+06 FLOPs, but the smallest run worth adding needs .*e\+10",
         marks=pytest.mark.slow,
     ),
     pytest.param({"budget": 1e12, "max_flops": 1e5}, r"max_flops 1e\+05, but the smallest run", marks=pytest.mark.slow),
@@ -278,7 +278,7 @@ def test_it_ends_when_the_flops_are_spent_and_when_too_few_runs_are_done(tmp_pat
     config = adaptive_settings()
     sweep = write_sweep(tmp_path / "poor", config)
     assert ask_round(sweep, config) is None
-    assert "0 runs of" in record(sweep)["ended"]
+    assert "has 0 finished runs" in record(sweep)["ended"]
     finish(sweep)  # as after a retry
     assert ask_round(sweep, config) is not None
     assert record(sweep)["ended"] is None

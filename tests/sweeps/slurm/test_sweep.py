@@ -35,7 +35,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     result = Sweep(f"smoke-{os.getpid()}", tmp_path_factory.mktemp("smoke"))
     allocation = {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "7", "SLURM_NTASKS": "3"}
     printed = result.submit("+grid=smoke", "cluster.gpus_per_job=1", **allocation)
-    assert "submitted 4 runs" in printed
+    assert "for 4 runs" in printed
     assert not (result.path / "fit").exists(), "the command has returned before any of it was done"
     result.wait()
     return result
@@ -71,7 +71,7 @@ def test_a_tune_goes_from_rung_to_rung_without_its_command(sweep: Callable[..., 
         "grid.span=2", "data.sequence_length=32", "data.max_bytes=1000000", "data.validation_tokens=4096",
         "cluster.queue_minutes=10", "fit.bootstrap=50",
     ]  # fmt: skip
-    assert "submitted 16 runs" in tune.submit(*grid)
+    assert "for 16 runs" in tune.submit(*grid)
     until(lambda: len(tune.runs()) == 16 + 8, "a second rung, from the keeper")
     until((tune.path / "tuning.yaml").exists, "rules")
     assert tune.states() == ["done"] * 24, tune.job_logs()
@@ -86,18 +86,18 @@ def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Call
     low.submit(
         *grid, "grid.axes={seed: [0]}", "cluster.partition=low", "cluster.additional_parameters={exclusive: true}"
     )
-    other.submit(*grid, "grid.axes={seed: [1, 2]}")
-    by_seed = {run.config().seed: run for run in [*low.runs().values(), *other.runs().values()]}
-    for run in by_seed.values():
-        until(lambda: run.last_metrics().get("step", 0) >= 20, f"20 steps of {run.run_id}")  # noqa: B023
-    jobs = {seed: run.state().job_id or "" for seed, run in by_seed.items()}
+    (first,) = low.runs().values()
+    until(lambda: first.last_metrics().get("step", 0) >= 20, "20 steps of seed 0")
+    slurm("sbatch", "--exclusive", f"--nodelist={first.state().host}", "--output=/dev/null", "--wrap=sleep 1")
+    until(lambda: first.record().attempts, "the end of seed 0's first attempt")
 
-    slurm("scancel", "--signal=USR2", jobs[1])
-    slurm("scontrol", "requeue", jobs[2])
-    node = slurm("squeue", "-h", "-j", jobs[0], "-o", "%N").strip()
-    slurm("sbatch", "--exclusive", f"--nodelist={node}", "--output=/dev/null", "--wrap=sleep 1")
-    for run in by_seed.values():
-        until(lambda: run.state().state == "preempted", f"{run.run_id} preempted")  # noqa: B023
+    other.submit(*grid, "grid.axes={seed: [1, 2]}")
+    by_seed = {run.config().seed: run for run in [first, *other.runs().values()]}
+    for seed, command in ((1, ["scancel", "--signal=USR2"]), (2, ["scontrol", "requeue"])):
+        run = by_seed[seed]
+        until(lambda: run.last_metrics().get("step", 0) >= 20, f"20 steps of {run.run_id}")  # noqa: B023
+        slurm(*command, run.state().job_id or "")
+        until(lambda: run.record().attempts, f"the end of the first attempt at {run.run_id}")  # noqa: B023
 
     local = ["cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1"]
     process = undisturbed.command(*grid, "grid.axes={seed: [0, 1, 2]}", *local)
@@ -229,12 +229,12 @@ def test_a_refused_job_is_reported_in_one_sentence_and_the_sweep_can_continue(sw
     refused = sweep("refused")
     process = refused.command("+grid=smoke", "cluster=slurm", "cluster.partition=no_such_partition")
     assert process.returncode == 2
-    assert "cluster.partition is 'no_such_partition', which SLURM does not have; it has low, main" in process.stderr
+    assert "cluster.partition is 'no_such_partition', which SLURM does not have" in process.stderr
     assert "Traceback" not in process.stderr
     assert len(process.stderr.strip().splitlines()) == 1, process.stderr
     assert not refused.path.exists()
     printed = refused.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
-    assert "submitted 4 runs" in printed
+    assert "for 4 runs" in printed
 
 
 def test_a_submission_that_is_refused_halfway_leaves_nothing_in_the_queue(
