@@ -70,11 +70,11 @@ def difference(shown: str, real: str) -> str | None:
             numbers.append(part)
         else:
             pattern += r"\s+" if part.isspace() else re.escape(part)
-    found = re.fullmatch(pattern, real.strip(), re.DOTALL)
-    if found is None:
+    match = re.fullmatch(pattern, real.strip(), re.DOTALL)
+    if match is None:
         return f"expected:\n{shown}\ngot:\n{real}"
     pairs = [
-        (float(a.replace(",", "")), float(b.replace(",", ""))) for a, b in zip(numbers, found.groups(), strict=True)
+        (float(a.replace(",", "")), float(b.replace(",", ""))) for a, b in zip(numbers, match.groups(), strict=True)
     ]
     unequal = [f"{a:g} is shown and {b:g} came out" for a, b in pairs if abs(a - b) > SAME * max(abs(a), abs(b))]
     return "; ".join(unequal) or None

@@ -24,14 +24,14 @@ WIDE = 24  # characters of a default above which it stands behind the meaning
 
 def on_page_markdown(markdown: str, **unused: Any) -> str:
     """Replace `<!-- settings: GROUP -->` by the group's options and its table of settings."""
-    return re.sub(r"<!-- settings: (\w+) -->", lambda found: settings(found[1]), markdown)
+    return re.sub(r"<!-- settings: (\w+) -->", lambda match: settings(match[1]), markdown)
 
 
 def on_page_content(html_text: str, **unused: Any) -> str:
     """Replace the formulas that pymdownx.arithmatex marks by MathML, which every browser renders without a script."""
     return re.sub(
         r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
-        lambda found: mathml(html.unescape(found[2]), "block" if found[1] == "div" else "inline"),
+        lambda match: mathml(html.unescape(match[2]), "block" if match[1] == "div" else "inline"),
         html_text,
         flags=re.DOTALL,
     )
@@ -62,9 +62,9 @@ def settings(group: str) -> str:
         )
         common = {item.name for item in dataclasses.fields(GridConfig)}
         for name, path in options("grid").items():
-            found = re.search(r"^ +- (\w+)_schema", path.read_text(encoding="utf-8"), re.MULTILINE)
-            assert found is not None, path
-            cls = grid_kinds()[found[1]]
+            match = re.search(r"^ +- (\w+)_schema", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert match is not None, path
+            cls = grid_kinds()[match[1]]
             also = [CONF / "grid/chinchilla.yaml"] if issubclass(cls, grid_kinds()["isoflop"]) else []
             parts.append(f"### `+grid={name}`\n\n{about(path)}\n\n{table(cls, path, also, 'grid', common)}")
         return "\n\n".join(parts)
@@ -120,7 +120,7 @@ def table(
         if item.name in leave_out:
             continue
         default, kind = written(defaults.get(item.name, _default(item))), type_text(hints[item.name])
-        meaning = next((found[item.name] for found in comments if item.name in found), "")
+        meaning = next((names[item.name] for names in comments if item.name in names), "")
         if item.name == "kind" and options(group):
             meaning = f"set by `{group}=`"
         details = [] if " | " in meaning and kind.startswith("`") else [kind] if kind else []
@@ -172,8 +172,8 @@ def yaml_comments(path: Path, group: str) -> dict[str, str]:
     """Return the comments behind settings, at the top of the file and inside the mapping `group`, by setting."""
     comments, parent = {}, ""
     for line in path.read_text(encoding="utf-8").splitlines():
-        if found := re.match(r"( *)(\w+):(?: .*?)?(?: +# (.*))?$", line):
-            indent, name, comment = found.groups()
+        if match := re.match(r"( *)(\w+):(?: .*?)?(?: +# (.*))?$", line):
+            indent, name, comment = match.groups()
             parent = parent if indent else name
             if comment and (not indent or (parent == group and len(indent) == 2)):
                 comments[name] = comment
@@ -187,12 +187,12 @@ def class_comments(cls: Any) -> tuple[dict[str, str], dict[str, str]]:
     for node in reversed(nodes):
         lines: list[str] = []
         for line in inspect.getsource(node).splitlines():
-            if found := re.match(r"    (\w+): [^#]*?(?:  # (.*))?$", line):
-                if found[2]:
-                    behind[found[1]] = found[2]
+            if match := re.match(r"    (\w+): [^#]*?(?:  # (.*))?$", line):
+                if match[2]:
+                    behind[match[1]] = match[2]
                 elif lines:
                     text = " ".join(lines)
-                    above[found[1]] = text[0].lower() + text[1:].rstrip(".")
+                    above[match[1]] = text[0].lower() + text[1:].rstrip(".")
             lines = [*lines, line.strip("# ")] if line.startswith("    # ") else []
     return behind, above
 
