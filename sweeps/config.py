@@ -122,7 +122,7 @@ class SweepConfig(Training):
 
 @dataclass
 class Recorded:
-    """The part of a recorded SweepConfig that commands on a sweep read, from any version."""
+    """The settings that `recorded` reads."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
@@ -201,7 +201,7 @@ def grid_class(settings: Mapping[str, Any]) -> type[GridConfig]:
 
 
 def recorded(settings: Mapping[str, Any]) -> Recorded:
-    """Read the part of a sweep.yaml of any version that commands use. Raises UserError if it is invalid."""
+    """Read the cluster, scoring, fit and tracker settings of any version's sweep.yaml. Raises UserError if invalid."""
     try:
         result = msgspec.convert(settings.get("config") or {}, Recorded)
         check_fields(result, "config.")

@@ -100,7 +100,7 @@ def _parser() -> _Parser:
 
 
 def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[str]]]:
-    """Expand a multirun: return, for each job, all its overrides and those that vary between jobs."""
+    """Return, for each job of a --multirun, all its overrides and those that vary; one job unless `several`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_overrides(overrides)
@@ -150,7 +150,7 @@ def _hydra() -> Iterator[None]:
 
 
 def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
-    """Return the type-checked configuration and the name of its grid."""
+    """Return the type-checked configuration and the name of its grid, or None without one."""
     from hydra import compose as hydra_compose
     from omegaconf import OmegaConf
 
@@ -294,7 +294,7 @@ def _say(message: object, code: int) -> int:
 
 
 def manual(arguments: Sequence[str]) -> str:
-    """Return the text of --help, with the settings of the options that `arguments` select."""
+    """Return the text of --help, with the settings of the options that `arguments` select, such as data=hf."""
     base = (CONFIG / "config.yaml").read_text(encoding="utf-8")
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", base, re.MULTILINE))
     chosen |= {group: option for group, option in _pairs(arguments) if (CONFIG / group / f"{option}.yaml").exists()}

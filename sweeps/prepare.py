@@ -1,6 +1,6 @@
 """Plan a sweep from a configuration or from its folder, and write the plan.
 
-Planning from the folder reads only the frozen run configs, so a compute node makes the same plan as the launcher.
+Planning from the folder reads only the frozen run configs, so every node makes the same plan.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Prepared:
 
     @property
     def directories(self) -> list[RunDirectory]:
-        """The run directories, in the plan's order."""
+        """Return the run directories in the plan's order."""
         return [self.sweep.run(run.run_id) for run in self.plan.runs]
 
     @property
     def by_id(self) -> dict[str, RunConfig]:
-        """The run configs by id, in the grid's order."""
+        """Return the run configs by id, in the grid's order."""
         return {run_id(run): run for run in self.runs}
 
 
@@ -80,7 +80,7 @@ def from_config(config: SweepConfig) -> Prepared:
 
 
 def conflict(prepared: Prepared) -> str | None:
-    """Return an error message if the new plan would drop runs of the folder, else None."""
+    """Return an error message if plan and folder have different runs that may not be merged, else None."""
     sweep, planned = prepared.sweep, {run.run_id for run in prepared.plan.runs}
     if not (sweep.path / "plan.json").exists():
         return None
@@ -232,7 +232,10 @@ class TuningFile:
 
 
 def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list[str]]:
-    """Complete tuning rules from `rules.file`. Returns them and notes; raises UserError if its vocabulary differs."""
+    """Complete tuning rules from `rules.file`; return them and notes for the user.
+
+    Raises UserError if the file was made for another vocabulary size than that of `base`.
+    """
     if rules.file is None:
         return rules, []
     path = Path(rules.file).expanduser()

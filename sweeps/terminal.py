@@ -29,7 +29,7 @@ def plain_table(columns: Iterable[str], left_aligned: Collection[str] = (), titl
 def print_rows(
     columns: Sequence[str], left_aligned: Collection[str], title: str, rows: Sequence[Sequence[str]]
 ) -> None:
-    """Print a `plain_table`; in a narrow terminal, intervals go below their numbers."""
+    """Print rows as a `plain_table`; in a narrow terminal, intervals [low, high] go below their numbers."""
     out, table = console(), plain_table(columns, left_aligned, title)
     narrow = sum(max(map(len, cells)) + 3 for cells in zip(columns, *rows, strict=True)) >= out.width
     table.padding = (0, 1, 0, 0) if narrow else table.padding

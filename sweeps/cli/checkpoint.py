@@ -269,7 +269,7 @@ class Pieces:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that can now be printed."""
+        """Add a token; return the new text that no later token can change."""
         self._tokens.append(token)
         self.text = self._decode(self._tokens)
         positions = [position for stop in self._stops if (position := self.text.find(stop)) >= 0]
@@ -284,7 +284,7 @@ class Pieces:
         return self._say(end)
 
     def rest(self) -> str:
-        """Return the text that is still held back after the last token."""
+        """Return the text that `add` has not returned yet."""
         return self._say(len(self.text))
 
     def _say(self, end: int) -> str:
@@ -335,7 +335,7 @@ def import_model() -> None:
 
 
 def facts_about(checkpoint: Path) -> Facts:
-    """Collect a checkpoint's scores, its sweep's law and provenance from the files that exist."""
+    """Collect the facts for a checkpoint's model card: scores, law and provenance, empty where a file is missing."""
     from importlib.metadata import version
 
     from ...evaluate.export.model_card import Facts
@@ -361,7 +361,7 @@ def facts_about(checkpoint: Path) -> Facts:
 
 
 def _law(path: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a law's form and the loss and interval that it predicts for a run, or None without a law."""
+    """Return the form of the law at `path`, and the loss and interval it predicts for a run, or None without them."""
     from ... import fit
 
     if not path.is_file() or not summary:

@@ -186,7 +186,7 @@ def compare_command(
 
 
 def _plan_comparison(recipes: list[str]) -> int:
-    """Plan a sweep that compares recipes (lists of overrides); the first of several is the base."""
+    """Plan a sweep that compares lists of overrides with the first, or one with the defaults. Returns the exit code."""
     base, variants = (recipes[0].split(), recipes[1:]) if len(recipes) > 1 else ([], recipes)
     for recipe in recipes:
         if "=" not in recipe:
@@ -267,7 +267,7 @@ def prepare_command(
 
 
 def recipe_lines(shards: Shards) -> list[str]:
-    """Return the lines of a table of what each step of the data recipe removed; empty for raw text."""
+    """Return, as lines of a table, what each step of the data recipe removed; an empty list for raw text."""
     recipe = shards.manifest.get("recipe")
     if recipe is None:
         return []

@@ -26,7 +26,7 @@ Average = Annotated[
 def show(
     value: Any, as_json: bool, pretty: Callable[[Any], None], plain: Callable[[Any], Any] = lambda value: value
 ) -> None:
-    """Print `plain(value)` as JSON, or call `pretty(value)` to print it."""
+    """Print `plain(value)` as JSON if `as_json`, else call `pretty(value)`, which prints it."""
     if as_json:
         print(json.dumps(plain(value), indent=1, allow_nan=False))
     else:

@@ -330,7 +330,10 @@ def report_command(sweep: Sweep, as_json: AsJson = False) -> None:
 
 
 def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int], may_be_copy: bool = False) -> None:
-    """Run an action on a sweep and exit with its code; with `as_json`, print the changed runs."""
+    """Run `action` on a sweep and exit with the code it returns; with `as_json`, print the runs it changed.
+
+    Unless `may_be_copy`, a copied folder first becomes a separate sweep.
+    """
     from ..execute.conduct import restore_keepers
     from ..execute.identity import claim
     from ..runs.membership import members

@@ -94,11 +94,11 @@ class Interrupt:
             raise FolderGone(f"{folder} was moved, removed or replaced while the run trained; nothing more is written")
 
     def is_over(self) -> bool:
-        """Return whether this SLURM job was told to stop because of its time limit."""
+        """Return whether this SLURM job was asked to stop near its time limit."""
         return self.reason is not None and time.monotonic() - self._began > warned_after(os.environ)
 
     def ending(self, where: str) -> Ending:
-        """Return the state, reason and cause to record for a stopped run; `where` names its step."""
+        """Return the state, reason and cause to record for a run that stopped; `where` says at which step."""
         if self.cancelled is None and self._heart is not None:
             self.cancelled = self._heart.run.cancel_asked()  # SLURM's signal may have come first
         if self.cancelled is not None:
@@ -108,7 +108,7 @@ class Interrupt:
 
 
 def warned_after(environment: Mapping[str, str]) -> float:
-    """Return the seconds from a job's start after which a request to stop must come from its time limit."""
+    """Return the seconds after a SLURM job's start from which a stop signal means its time limit."""
     seconds = job_seconds(environment)
     # Jobs are warned up to two minutes before their end, and a process may begin as late after its job.
     return seconds - min(240.0, 0.75 * seconds)
@@ -135,7 +135,7 @@ def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, policy: Pol
 
 
 def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
-    """Train a run on one rank. Returns how it ended, also after an exception."""
+    """Train a run on this rank. Returns how the run ended, and raises no exception."""
     from ...train.errors import Diverged, Stopped
     from ...train.loop import train
 
@@ -162,7 +162,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
 
 
 def prepare(run: RunDirectory) -> None:
-    """Reserve disk space for a run, and give a branch the checkpoint of its trunk."""
+    """Reserve disk space for a run, and give it its trunk's checkpoint if it branches from one."""
     run.reserve()
     config = run.config()
     tracking.note_lineage(run, config)
@@ -194,7 +194,7 @@ def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
 
 
 def tidy() -> None:
-    """Free the memory of the last run, and drop compiled code."""
+    """Free memory and compiled code that the run before left in this process."""
     import torch
 
     if "torch._dynamo" in sys.modules:

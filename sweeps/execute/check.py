@@ -35,9 +35,9 @@ def corners(runs: list[RunDirectory]) -> list[RunDirectory]:
 
 
 def variants(run: RunConfig) -> list[dict[str, Any] | None]:
-    """Return grid points for a run: itself, another seed, half and twice the learning rate, half and twice the batch.
+    """Return a run's settings, then them with another seed, half and twice the learning rate, half and twice the batch.
 
-    A point is None if its batch would be half a sequence.
+    One is None if its batch would be half a sequence.
     """
     values = {k: v for k, v in flatten(identity(run)).items() if k.partition(".")[0] not in ("data", "recipe")}
     rate, batch = "optimizer.learning_rate", "optimizer.batch_size"
@@ -47,7 +47,10 @@ def variants(run: RunConfig) -> list[dict[str, Any] | None]:
 
 
 def check_corners(sweep: SweepDirectory) -> int:
-    """Train variants of the `corners` in SWEEP/check; write SWEEP/untuned.csv and the report. Returns the exit code."""
+    """Train the `variants` of a sweep's `corners`; write the corners' excess losses to untuned.csv and the report.
+
+    Returns the exit code.
+    """
     from ...fit.hyperparameters.tuning import excess_with_error
 
     corner_runs = corners([run for run in members(sweep) if run.is_done()])

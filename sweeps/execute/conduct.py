@@ -62,7 +62,10 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
 
 
 def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
-    """Continue a sweep from its folder, or only the runs with ids in `only` and their trunks; returns as `conduct`."""
+    """Continue a sweep from its folder. Returns the exit code.
+
+    With `only`, continue just the runs with these ids and the trunks they branch from.
+    """
     config = prepare.configuration(sweep)
     check(config)
     membership.allow_growth(sweep)
@@ -126,13 +129,13 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
 
 
 def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
-    """Return the unfinished runs (of `only`, if given) that were not stopped as hopeless."""
+    """Return the runs, all or those with ids in `only`, that are neither done nor given up by `stop_hopeless`."""
     runs = [run for run in prepared.directories if only is None or run.run_id in only]
     return [run for run in runs if not run.is_done() and run.given_up() is None]
 
 
 def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
-    """Prepare the text of all runs now: compute nodes may have no network."""
+    """Prepare the training text of the runs in `asked` now: compute nodes may have no network."""
     by_id = prepared.by_id
     texts = {repr(data): data for data in (by_id[run.run_id].data for run in asked)}
     if texts:
@@ -151,7 +154,10 @@ def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
 
 
 def submit(prepared: Prepared, only: set[str] | None = None) -> None:
-    """Submit the missing SLURM jobs, which submit later ones themselves. The caller holds the sweep's lock."""
+    """Submit the missing SLURM jobs, and renew the retries of open runs (with `only`, of these ids).
+
+    The caller holds the sweep's lock.
+    """
     sweep, config = prepared.sweep, prepared.config
     backend = SlurmBackend(sweep, config.cluster)
     backend.memory.clear()  # a user asks again
@@ -181,7 +187,7 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> None:
 
 
 def restore_keepers(sweep: SweepDirectory) -> None:
-    """Submit new keeper jobs for an unfinished sweep on SLURM that has none in the queue."""
+    """Submit keepers (jobs that restart workers) if an unfinished sweep on SLURM has none in the queue."""
     if (sweep.path / "jobs" / LAUNCH).exists() and is_unattended(sweep, jobs_of(sweep)):
         with sweep.lock(LOCK_SECONDS):
             SlurmBackend(sweep, prepare.configuration(sweep).cluster).start_keepers(controller.KEEPERS)
@@ -189,7 +195,7 @@ def restore_keepers(sweep: SweepDirectory) -> None:
 
 
 def _conclude(prepared: Prepared) -> int:
-    """Print how a sweep on SLURM ended and return the exit code; first wait for its jobs if `wait` is set."""
+    """Print where a sweep on SLURM stands, after waiting for its jobs if `wait` is set. Returns the exit code."""
     from ..results.finish import print_result, write_results
 
     sweep = prepared.sweep
@@ -228,7 +234,7 @@ def wait_for_slurm(sweep: SweepDirectory) -> None:
 
 
 def renew(runs: Iterable[RunDirectory], policy: Policy) -> None:
-    """Give runs that have ended a new budget of retries and scoring attempts."""
+    """Reset the retries and scorings of runs that are done, failed, diverged or cancelled."""
     for run in runs:
         if run.state().state in ("failed", "diverged", "cancelled", "done"):
             with contextlib.suppress(Busy):
@@ -242,7 +248,7 @@ def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[Ru
 
 
 def outcome(prepared: Prepared) -> int:
-    """Print which runs are not done or not scored, and return the exit code."""
+    """Print which runs are not done or not scored. Returns 0 if there are none, replaced runs aside, else 1."""
     sweep = prepared.sweep
     stands_in = {old: sweep.run(new) for new, old in membership.replacements(sweep).items()}
     missing = missing_scores(prepared.directories, prepared.config)

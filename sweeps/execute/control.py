@@ -1,7 +1,7 @@
 """The commands `cancel` and `retry`.
 
-Several users may call them at once, from any machine: requests are files in a run's directory, and only the holder of
-the run's lock writes its state.
+Several users may call them at once: requests are files in a run's directory, and only the holder of the run's lock
+writes its state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does
 def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
     """Cancel the runs whose ids begin with `prefixes`, or without them the whole sweep and its jobs.
 
-    Returns the exit code: 1 if SLURM does not answer.
+    Returns the exit code: 1 if SLURM cannot cancel the jobs, else 0.
     """
     policy, by = Policy.of(cluster_of(sweep.settings())), this_user()
     if not prefixes:
@@ -109,7 +109,7 @@ def _reset(run: RunDirectory, policy: Policy) -> bool:
 
 
 def lower_rates(sweep: SweepDirectory) -> set[str]:
-    """Add a run with a lower learning rate for every diverged run. Returns the new ids."""
+    """Add a run with a lower learning rate for every diverged run that has none. Returns the ids of those added."""
     grid = prepare.configuration(sweep).grid
     factor = FACTOR if grid is None or grid.diverged_rate_factor is None else grid.diverged_rate_factor
     new_ids = set()

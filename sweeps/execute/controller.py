@@ -1,7 +1,7 @@
 """Decide what starts next, for the command, a worker that ends, and SLURM's keeper.
 
 A pass (`reconcile`) may be repeated or killed at any moment: a surplus worker finds no task and ends, a missing one is
-started by the next pass. Runs are not bound to jobs.
+started by the next pass.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Task:
 def standing(
     attempts: Sequence[Attempt], policy: Policy, spent: int, now: float
 ) -> tuple[Status, float, tuple[str, ...]]:
-    """Return an unfinished run's status, the seconds until it can be claimed, and the nodes to avoid.
+    """Return a stopped run's status (free, waiting or over), the seconds until it can be claimed, and nodes to avoid.
 
-    `attempts` are those since a user last asked for a retry; `spent` is the number of retries of the whole sweep.
+    `attempts` are those since a user last asked for a retry; `spent` counts the retries of the whole sweep.
     """
     ended = attempts[-1].ended if attempts else now
     decision = decide(attempts, policy, spent, ended)
@@ -92,7 +92,7 @@ class Board:
         self._over.clear()
 
     def tasks(self) -> Iterator[Task]:
-        """Yield unfinished tasks in the plan's order, training before scoring; read each run when it is reached."""
+        """Yield unfinished tasks in the plan's order, trainings before scorings; read each run only at its turn."""
         self._read_plan()
         now, spent = now_on(self.sweep.path), cache(partial(retries_spent, self.sweep))
         for name in self._planned:
@@ -131,7 +131,7 @@ class Board:
         return Task("train", run, planned.shape, status, planned.estimated_seconds, wait, avoid)
 
     def _can_begin(self, planned: PlannedRun, now: float, spent: Callable[[], int]) -> bool:
-        """Return whether a run need not wait: its trunk has reached the run's first step, or never will."""
+        """Return whether a run can begin: its trunk saved the run's first step or never will (`spent`: sweep's retries)."""
         if (parent := planned.parent) is None or parent not in self._planned:
             return True
         if can_begin(self.sweep.run(planned.run_id), self.sweep.run(parent), planned.first_step):
@@ -150,7 +150,7 @@ class Board:
 
 
 def can_begin(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
-    """Return whether the trunk has a checkpoint of `step`, or the branch one of `step` or later."""
+    """Return whether a branch can train: its trunk has the checkpoint of `step`, or it has one of `step` or later."""
     return step in trunk.saved_steps() or any(saved >= step for saved in branch.saved_steps())
 
 
@@ -228,7 +228,7 @@ def next_actions(tasks: Iterable[Task], jobs: Sequence[Job], limits: Limits) -> 
 
 
 def workers_for(tasks: Sequence[float], worker_seconds: float) -> int:
-    """Return the number of workers for tasks of these seconds; short ones share a worker, up to `worker_seconds`."""
+    """Return the number of workers for tasks of these estimated seconds; tasks share one up to `worker_seconds`."""
     if worker_seconds <= 0:
         return len(tasks)
     return max(1, math.ceil(sum(min(1.0, seconds / worker_seconds) for seconds in tasks) - 1e-9))
@@ -248,7 +248,7 @@ class Backend(Protocol):
         """Return why the process of the attempt that began with `start` is gone."""
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return job id, shape and cause of workers that ended before they claimed a task; each is returned once."""
+        """Return job id, shape and cause of workers that ended before claiming a task and were not returned before."""
 
     def start_workers(self, shape: JobShape, count: int, avoid: tuple[str, ...]) -> None: ...
 
@@ -256,7 +256,7 @@ class Backend(Protocol):
 
 
 def reconcile(sweep: SweepDirectory, backend: Backend, scope: Scope = EVERYTHING) -> bool:
-    """Record lost attempts and start missing workers. Returns True if no task is left.
+    """Record attempts whose process is gone, and start workers for the tasks in `scope`. Returns True if none is left.
 
     The caller holds the sweep's lock.
 
@@ -284,7 +284,7 @@ def reconcile(sweep: SweepDirectory, backend: Backend, scope: Scope = EVERYTHING
 def reconcile_lost(board: Board, jobs: Sequence[Job], backend: Backend) -> None:
     """Record the end of attempts whose job is gone.
 
-    If a worker died before it claimed a run, count a failed attempt of each free run of its shape.
+    If a worker died before it claimed a run, count a failed attempt of each free run that it could claim.
     """
     alive = {job.name for job in jobs}
     for task in board.tasks():

@@ -23,7 +23,7 @@ MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are
 
 
 def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str] | None = None) -> None:
-    """Print the planned runs (of many, the first and last) and their cost; `starts`: SLURM's expected start times."""
+    """Print planned runs, shortened if many, their cost, and `starts`: SLURM's expected start by job shape."""
     where = "this machine" if cluster.kind == "local" else "this partition"
     if plan.measured_runs:
         source = f"times are estimated from {counted(plan.measured_runs, 'run')} measured on {where}"
@@ -105,7 +105,7 @@ def _on_nodes(shape: JobShape) -> str:
 
 
 class LiveView:
-    """A display of the progress of a plan's runs; a context manager in which the launcher calls `update`."""
+    """A context manager that displays the progress of a plan's runs."""
 
     def __init__(self, sweep: SweepDirectory, plan: Plan) -> None:
         self._sweep, self._jobs = sweep, plan.jobs_at_once

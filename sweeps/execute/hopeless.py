@@ -21,7 +21,7 @@ LOOKS = 20  # checks of a run, evenly spread over its tokens: each further one c
 
 
 def trial_of(run: RunDirectory) -> Trial:
-    """Return a run's loss curve from metrics.jsonl, with the final validation loss if it is finished."""
+    """Return a run's training loss over its steps, from metrics.jsonl, and its validation loss if it is done."""
     from ...fit.curves.hopeless import Trial  # fit brings pandas, and the trainer torch; planning does without
     from ...train.job.progress import SMOOTHING
 
@@ -46,7 +46,7 @@ class Judge:
 
     @classmethod
     def of(cls, sweep: SweepDirectory) -> Judge | None:
-        """Return a judge if the sweep's grid sets `stop_hopeless`, else None."""
+        """Return a Judge of a sweep's runs if its grid sets `stop_hopeless`, else None."""
         grid = configuration(sweep).grid
         return cls(sweep) if grid is not None and grid.stop_hopeless else None
 

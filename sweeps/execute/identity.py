@@ -41,7 +41,7 @@ def check_links(sweep: SweepDirectory) -> None:
 
 
 def running_original(sweep: SweepDirectory) -> Path | None:
-    """Return the folder of the sweep that this one is a copy of, if that may be running, else None."""
+    """Return the folder that this sweep was copied from if the original may be running, else None."""
     if (original := sweep.copied_from()) is None:
         return None
     with suppress(OSError):  # a folder of another user may have a lock that cannot be opened
@@ -54,7 +54,7 @@ def running_original(sweep: SweepDirectory) -> Path | None:
 
 
 def refusal(sweep: SweepDirectory) -> str | None:
-    """Return an error message if a link leads out of a sweep, or if it is a copy of a running one; else None."""
+    """Return an error message if a link leads out of a sweep or the sweep is a copy of a running one, else None."""
     try:
         check_links(sweep)
     except UserError as error:
@@ -79,7 +79,7 @@ def claim(sweep: SweepDirectory) -> None:
 
 
 def adopt(sweep: SweepDirectory) -> int:
-    """Turn a copy into a separate sweep without jobs. Returns the number of runs under way, which are planned again."""
+    """Turn a copy into a separate sweep without jobs; plan its running and queued runs again. Returns their number."""
     check_links(sweep)
     for name in (LAUNCH, MEMORY):
         (sweep.path / "jobs" / name).unlink(missing_ok=True)

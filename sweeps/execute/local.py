@@ -1,6 +1,6 @@
 """A sweep's workers on this machine: processes that submitit starts, and that end with the command that started them.
 
-A worker trains many runs, so that PyTorch is imported once per worker. The launcher ends frozen workers.
+A worker trains many runs, so that PyTorch is imported once.
 """
 
 from __future__ import annotations
@@ -103,14 +103,14 @@ class LocalBackend:
         return KILLED
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return an empty list: `train` itself raises an error if workers die before they claim a task."""
+        """Return an empty list: `train` raises an error if workers die before they claim a task."""
         return []
 
     def start_keepers(self, count: int) -> None:
         raise NotImplementedError("a sweep on this machine has no keepers")
 
     def start_workers(self, shape: JobShape, count: int, avoid: tuple[str, ...] = ()) -> None:
-        """Start up to `count` workers, as many as there is room for; `avoid` is ignored, because there is one node."""
+        """Start up to `count` workers, as many as this machine has free places for; `avoid` (nodes) is ignored."""
         free = sorted(set(range(self._places(shape).jobs)) - {worker.place for worker in self._workers})
         for place in free[:count]:
             self._workers.append(self._start(shape, place))
@@ -138,7 +138,7 @@ class LocalBackend:
         return LocalWorker(handle, place, shape, Claims(self._folder, handle.job_id))
 
     def _collect(self) -> bool:
-        """Drop workers that have ended from the list. Returns True if any has."""
+        """Remove workers that have ended from `_workers`. Returns True if there were any."""
         ended = [worker for worker in self._workers if not worker.is_running]
         self._workers = [worker for worker in self._workers if worker.is_running]
         for worker in ended:
@@ -156,7 +156,7 @@ class LocalBackend:
         return FULL_SECONDS if places and len(places) >= max(places) else LOOK_SECONDS
 
     def _end_frozen(self, passed: float) -> None:
-        """Kill workers that hang: no new heartbeat, or a stopped process. `passed` is the seconds since last time."""
+        """Kill workers that hang: no new heartbeat, or a stopped process. `passed`: seconds since the last call."""
         for worker in self._workers:
             run, processes = self._run_of(worker), processes_of(worker.handle._process.pid)
             sign = None if run is None else run.last_sign()

@@ -1,7 +1,6 @@
 """A sweep's jobs on SLURM: workers of a shape, two keepers that wait in the queue, and the fit.
 
-No process has to stay on a login node: a keeper is a tiny job that begins every `cluster.keeper_seconds`, makes a pass
-(`controller.py`), and ends.
+A keeper is a tiny job that begins every `cluster.keeper_seconds`, makes a pass (`controller.py`), and ends.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class SlurmBackend:
 
     @cached_property
     def launch(self) -> LaunchFile:
-        """The token of the sweep's jobs and their start folder, from the first launch."""
+        """Return launch.json, made by the first launch: the token in jobs' comments, and the folder they start in."""
         path = self.sweep.path / "jobs" / LAUNCH
         if not path.exists():
             write_json(path, asdict(LaunchFile(os.urandom(6).hex(), os.getcwd())))
@@ -90,7 +89,7 @@ class SlurmBackend:
         return slurm.death_of(start.job_id, start.host)
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return job id, shape and cause of workers that failed before they claimed a task; each is returned once."""
+        """Return job id, shape and cause of workers that failed before claiming a task and were not returned before."""
         live = {job.name for job in slurm.queue()}
         dead = {job: place for job, place in submitted_workers(self.sweep).items() if job not in live}
         empty = {job: place for job, place in dead.items() if Claims(place[1], job).count()}
@@ -111,7 +110,7 @@ class SlurmBackend:
             print(f"{str(error).rpartition('; ')[0]}; the keeper tries again", flush=True)
 
     def start_keepers(self, count: int) -> None:
-        """Submit keepers with different start times, so that they do not delay each other."""
+        """Submit `count` keepers with different start times, so that none delays another."""
         shape = JobShape(0, 1, min(2.0, self.cluster.memory_gb), min(30, self.cluster.time_minutes))
         call = partial(keep, str(self.sweep.path.resolve()))
         now = slurm.controller_time()
@@ -122,7 +121,7 @@ class SlurmBackend:
             self._submit("keeper", shape, call, self._folder("keeper"), light=True, begin=begin)
 
     def start_fit(self) -> bool:
-        """Submit a fit if results are newer than the table or law. Returns True if one is needed or in the queue."""
+        """Submit a fit if results are newer than table.csv or law.json. Returns True if a fit is needed or queued."""
         if any(job.kind == "fit" for job in self.jobs()):
             return True
         newest = max((_written(file) for pattern in RESULTS for file in self.sweep.path.glob(pattern)), default=0.0)
@@ -141,7 +140,7 @@ class SlurmBackend:
         return True
 
     def remember(self, over: bool) -> None:
-        """Save the number of fits tried and whether the sweep is over; if it is, cancel its waiting jobs."""
+        """Write keeper.json: the fits tried, and whether the sweep is over. If `over`, cancel its waiting jobs."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(self.sweep.path / "jobs" / MEMORY, self.memory | {"over": over, "when": when})
         if over:
@@ -179,14 +178,14 @@ def _written(file: Path) -> float:
 
 
 def work(launch: Launch) -> None:
-    """Run a worker as one SLURM job, and submit missing jobs when it ends; every rank calls it."""
+    """Run this rank of a worker's SLURM job; when the worker ends, submit missing jobs."""
     sweep = SweepDirectory(Path(launch.sweep))
     if worker.work(launch, after_trunk=lambda: _try_pass(sweep)):
         _try_pass(sweep)
 
 
 def keep(sweep_path: str) -> None:
-    """Make one pass (`run_pass`) as the keeper job; repeat it if it fails, or if no other keeper is in the queue."""
+    """Call `run_pass` as a keeper job, again while it fails or no other keeper is queued, until the sweep is over."""
     sweep, pause = SweepDirectory(Path(sweep_path)), 60.0
     while (sweep.path / "plan.json").exists():
         try:
@@ -213,7 +212,7 @@ def fit_laws(sweep_path: str) -> None:
 
 
 def run_pass(sweep: SweepDirectory) -> SlurmBackend:
-    """Submit missing workers, the grid's next round and the fit to SLURM; the caller holds the sweep's lock."""
+    """Submit a sweep's missing workers, next round and fit to SLURM; return the backend. The caller holds its lock."""
     backend = SlurmBackend(sweep, prepare.configuration(sweep).cluster)
     if membership.is_stopped(sweep):
         return backend

@@ -1,7 +1,7 @@
 """A worker: a job that claims and does tasks of one shape, until none is left.
 
 - A run that fails does not end the worker, except with several ranks: the others may wait in a collective.
-- Rank 0 claims, holds the lease and writes the journal. It writes each claim into a file that the other ranks follow.
+- Rank 0 claims, holds the lease and writes the journal; other ranks follow its file of claims.
 - A worker stops when its launcher on this machine is gone, or at SLURM's signal, after saving a checkpoint.
 """
 
@@ -68,7 +68,7 @@ class Launch:
 
 
 class Claims:
-    """A worker's claims: a file with a line per task, which its other ranks follow."""
+    """A worker's file of claims, one line per task."""
 
     def __init__(self, folder: Path, job: str, restarts: int = 0) -> None:
         self.path = folder / f"{job}-{restarts}.claims"
@@ -77,7 +77,7 @@ class Claims:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[Task], None]]:
-        """Yield a function that writes a claimed task to the file; other ranks end when the block does."""
+        """Yield a function that writes a claimed task to the claims file; the block's end tells other ranks to end."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -93,7 +93,7 @@ class Claims:
                     write({"task": "end"})
 
     def news(self) -> list[dict[str, Any]]:
-        """Return the claims written since the last call."""
+        """Return the claims (task and run) written since the last call."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             file.seek(self._read)
             *whole, _ = file.read().split(b"\n")
@@ -104,7 +104,7 @@ class Claims:
         return []
 
     def count(self) -> bool:
-        """Mark a dead worker, so that it counts once. Returns False if it had claimed a run or was already marked."""
+        """Mark the claims of a dead worker. Returns True if it had claimed no run and was not marked before."""
         every_start = self.path.parent.glob(self.path.name.rpartition("-")[0] + "-*.claims")
         text = "".join(path.read_text(encoding="utf-8") for path in every_start)
         if '"run"' in text or '"counted"' in text:
@@ -137,10 +137,10 @@ class Claims:
 
 
 def work(launch: Launch, after_trunk: Callable[[], None] = lambda: None) -> bool:
-    """Train and score what is free for a worker of this shape; every rank of the job calls it.
+    """Claim, train and score runs of `launch.shape` until none is left; every rank of the job calls this.
 
     Args:
-        after_trunk: called after a run that others branch from, so that workers are started for those.
+        after_trunk: called after a run that others branch from, to start workers for them.
 
     Returns:
         True on rank 0 of a worker that ended by itself or by its time limit: another may be needed.
@@ -219,12 +219,12 @@ class _Worker:
         return False
 
     def _leaves_to_others(self, task: Task) -> bool:
-        """Return whether to leave a task to other workers: it avoids this node, or needs more time than is left."""
+        """Return whether others should do a task: it must avoid this node, or needs longer than this job has left."""
         left = self._until - time.monotonic()
         return self._node in task.avoid or (task.seconds > left and left < self._limit / 2)
 
     def _may_wait(self, idle: float) -> bool:
-        """Return whether a worker that has had no task for `idle` seconds may get one soon."""
+        """Return whether this worker, without a task for `idle` seconds, should wait because one may soon be free."""
         if idle > IDLE_SECONDS:
             return False
         tasks = [task for task in self._board.tasks() if task.status in ("free", "waiting")]
@@ -293,7 +293,7 @@ def preflight_node(sweep: SweepDirectory, ranks: int = 1) -> None:
 
 
 def last_start(environment: Mapping[str, str]) -> float:
-    """Return the seconds from now after which a SLURM job should begin no task; inf without a limit."""
+    """Return the seconds from now after which a SLURM job should begin no task; inf without a time limit."""
     # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
     seconds = job_seconds(environment)
     warning = min(MOST_WARNING, seconds / 2)
@@ -322,7 +322,7 @@ def check_shared(path: Path | str) -> SweepDirectory:
 
 
 def _follow(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> None:
-    """Train a run on a rank other than 0; rank 0 holds the lease and writes the journal."""
+    """Train a run on a rank other than 0; rank 0 holds the run's lock and records how it ends."""
     run.log(f"rank {ranks.rank} of {ranks.size} on {ranks.host}, process {os.getpid()}", ranks.rank)
     ending = train_rank(run, ranks, interrupt)
     try_log(run, ending.state if ending.reason is None else f"{ending.state}: {ending.reason}", ranks.rank)

@@ -1,6 +1,6 @@
 """`isoflop doctor`: find and repair the traces of killed processes, full disks and lost jobs in a sweep.
 
-It is safe while the sweep runs: it takes only free locks, removes nothing that training could use, and starts nothing.
+It is safe while the sweep runs: it takes only free locks, and removes nothing that training could use.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Fault:
 
 
 def examine_sweep(sweep: SweepDirectory, repair: bool, deep: bool = False) -> list[Fault]:
-    """Find the faults of a sweep; with `repair`, repair them; with `deep`, verify all checksums."""
+    """Find a sweep's faults; with `repair`, repair them; with `deep`, verify checksums of ended runs' checkpoints."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
     faults = [_settled(fault, repair=False) for fault in _version(sweep, settings)]
     if any(fault.kind == "plan" for fault in faults):
@@ -153,7 +153,7 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
 
 
 def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Yield a note on each run whose normalised loss curve differs from those of runs with similar D/N."""
+    """Yield a note for each finished run whose normalised loss curve differs from those of runs with similar D/N."""
     from ... import fit
     from ..results.table import sweep_curves
 
@@ -202,7 +202,7 @@ def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def locks_work(folder: Path) -> bool:
-    """Return whether a file lock keeps another process out."""
+    """Return whether a file lock in `folder` keeps other processes out."""
     path = folder / ".doctor.lock"
     try:
         with path.open("w") as file:
@@ -275,7 +275,7 @@ def _is_table(path: Path) -> bool:
 
 
 def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
-    """Yield the faults of a run while holding its lock; `evaluated` says whether its sweep scores runs."""
+    """Yield the faults of a run that no process trains; `deep` verifies checksums, `evaluated` expects scores."""
     with suppress(Busy), hold_idle(run, policy):
         for check in (_config, _state, _leftovers, _lines):
             yield from check(run)
@@ -287,7 +287,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
-    """Yield a fault for each old temporary file that an interrupted write left in a folder."""
+    """Yield a fault for each temporary file that a write interrupted long before `now` left in a folder."""
     for path in sorted(folder.glob(".*")):
         if not TEMPORARY.match(path.name):
             continue
@@ -318,7 +318,7 @@ def unreadable(
     kind: str = "unreadable",
     repair: Callable[[], object] | None = None,
 ) -> Iterator[Fault]:
-    """Yield a fault if an existing file is no JSON object of type `form`; `repair` defaults to removing it."""
+    """Yield a fault if an existing file is no JSON of type `form`; `how` describes `repair` (by default `remove`)."""
     try:
         if path.exists():
             read_document(path, form)

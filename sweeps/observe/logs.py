@@ -23,7 +23,7 @@ LINES = 3  # newest lines per run if no run is named
 
 
 def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
-    """Print a run's log and the newest lines of its job's output; with `follow`, new lines until the run is over."""
+    """Print a run's log and its job's newest output; with `follow`, print new lines too until the run is over."""
     (run,) = find_runs(sweep, [prefix])
     files = [run.path / "log.txt", *sorted(run.path.glob("log-rank*.txt"))]
     if follow:
@@ -61,7 +61,7 @@ def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
 
 
 def job_files(sweep: SweepDirectory, run: RunDirectory) -> list[Path]:
-    """Return the output files of a run's newest job, by rank."""
+    """Return the output files of all ranks of a run's newest job."""
     job = run.state().job_id
     return [] if job is None else sorted(sweep.path.glob(f"jobs/*/{job}_*_log.*"))
 
@@ -115,7 +115,7 @@ def _follow(
     files: Callable[[], Iterable[tuple[str, Path]]],
     from_start: bool = True,
 ) -> None:
-    """Print new lines until the runs are over or Ctrl-C."""
+    """Print new (with `from_start`, all) lines of the (prefix, path) pairs in `files()` until runs end or Ctrl-C."""
     followers: dict[Path, Follower] = {}
     policy = Policy.of(cluster_of(sweep.settings()))
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,7 +1,4 @@
-"""Show the state of a sweep and of each run, as a table or JSON.
-
-At most four small files per run are read, so that a thousand runs take a fraction of a second.
-"""
+"""Show the state of a sweep and of each run, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -92,7 +89,7 @@ def fit_failure(sweep: SweepDirectory) -> str | None:
 
 
 def _planned(sweep: SweepDirectory) -> list[Row]:
-    """Return the runs in plan.json as dicts, then those added since."""
+    """Return a row for each run in plan.json, then for each added since."""
     rows: list[Row] = sweep.plan()["runs"]
     if not (sweep.path / "added.json").exists():
         return rows
@@ -176,7 +173,7 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
 
 
 def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> None:
-    """Add to each row the forecast of a running run's final loss: [loss, low, high]."""
+    """Set in rows of running runs `forecast`, [final loss, low, high], and the note `left_band`; None in other rows."""
     forecasts, outside = dict[str, list[float]](), dict[str, str]()
     if any(row["state"] == "running" and row["step"] for row in rows):
         from ..results.forecast import latest_forecasts
@@ -189,7 +186,7 @@ def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> No
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
-    """Add to each row SLURM's reason why its worker waits. Returns True if the sweep has no keeper job."""
+    """Set `waits` in each row to SLURM's reason why its workers wait, or None. Returns True if keepers are missing."""
     for row in rows:
         row["waits"] = None
     if not (sweep.path / "jobs" / "launch.json").exists() or all(row["state"] not in OPEN for row in rows):
@@ -208,9 +205,9 @@ def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
 
 
 def sweep_eta(rows: Iterable[Row]) -> float | None:
-    """Estimate the seconds until the last run ends, with as many runs at once as now; None if none is running.
+    """Estimate the seconds until the last run ends, if as many run at once as now; None if no run is running.
 
-    Waiting runs take their estimate, corrected by the ratio of actual to estimated time of the finished runs.
+    Waiting runs take their estimated seconds times the ratio of actual to estimated seconds of finished runs.
     """
     unfinished = [row for row in rows if row["state"] in OPEN and not row["cancel_asked"]]
     done = [row for row in rows if row["state"] == "done" and row["seconds"] and row["estimated_seconds"]]
@@ -257,7 +254,7 @@ def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = Fals
 
 
 def render_status(status: dict[str, Any], out: Console, everything: bool) -> RenderableType:
-    """Render table, reasons and totals; unless `everything`, only as many rows as fit in the terminal."""
+    """Render the table of runs, reasons for states, and totals; unless `everything`, only rows that fit on screen."""
     room = None if everything else max(10, out.height - 8) if out.is_terminal else ROWS
     shown, hidden = fold_rows(status["runs"], room)
     shown.sort(key=lambda row: ORDER.index(row["state"]))
@@ -309,7 +306,7 @@ def _table(shown: list[Row], title: str, out: Console) -> Table:
 
 
 def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, int]]:
-    """Return the rows that fit in `room` lines with their reasons, and the number of hidden rows by state.
+    """Return the rows that fit, with their reasons, in `room` lines (None: all), and the number of others by state.
 
     If the rows of running and failed runs do not fit, failed and diverged runs get at least half the room.
     """

@@ -44,7 +44,7 @@ class Policy:
 
     @property
     def silence_seconds(self) -> float:
-        """Seconds without a heartbeat after which a run counts as dead."""
+        """Return the seconds without a heartbeat after which a run counts as dead."""
         return 3 * self.heartbeat_seconds + MARGIN_SECONDS
 
 
@@ -72,7 +72,7 @@ class Attempt:
 
     @property
     def paid(self) -> float:
-        """Seconds that the attempt occupied its devices, times its share of the process."""
+        """Return the seconds to pay for: those of the attempt, times its share of the process."""
         return self.seconds * self.share
 
 
@@ -87,7 +87,7 @@ class Decision:
 
 
 def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) -> Decision:
-    """Decide whether a run is retried after `attempts`, oldest first; `spent` is the number of the sweep's retries."""
+    """Decide whether, when and where a run is retried after `attempts` (oldest first) and `spent` sweep retries."""
     if not attempts:
         return Decision(True, 0.0, (), "it has not begun")
     last = attempts[-1]
@@ -141,5 +141,5 @@ def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def unrecorded_steps(attempts: Sequence[Attempt], begins: int, ends: int) -> int:
-    """Return the number of steps from `begins` to the first recorded attempt, or to `ends` without one."""
+    """Return the number of steps from `begins` to the first of any recorded attempt, or to `ends` without attempts."""
     return max(0, min((attempt.first_step for attempt in attempts), default=ends) - begins) if ends > begins else 0

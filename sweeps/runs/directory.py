@@ -1,6 +1,6 @@
 """Run and sweep directories: identity, frozen config, locks, and the files by which processes communicate.
 
-A lock is an advisory file lock, which the kernel drops when its holder dies, so a kill -9 leaves nothing to clean up.
+Locks are advisory file locks, which the kernel drops when their holder dies.
 A run's state comes from its own files (`journal.py`), never from a scheduler.
 """
 
@@ -63,7 +63,7 @@ class RunDirectory:
             self._write_config(config)
 
     def refreeze(self, config: RunConfig, timeout: float = 60.0) -> None:
-        """Rewrite config.yaml if fields such as ranks or device differ. Raises UserError if a worker trains the run."""
+        """Rewrite config.yaml if `config` differs. Raises UserError if a worker holds the run for `timeout` seconds."""
         if self.config() == config:
             return
         try:
@@ -95,7 +95,7 @@ class RunDirectory:
         return config
 
     def state(self) -> State:
-        """Return the state in state.json, or the journal's if state.json is missing, damaged or older."""
+        """Return the state in state.json; if that is missing, damaged or older than the journal, the journal's."""
         view = self.path / VIEW
         with suppress(UserError, OSError):
             if view.stat().st_mtime_ns >= (self.path / JOURNAL).stat().st_mtime_ns:
@@ -107,7 +107,7 @@ class RunDirectory:
         return read_record(self.path)
 
     def write_event(self, kind: type[Event], flush: bool = False, **values: Any) -> RunRecord:
-        """Append an event to the journal; the caller holds the run's lock. Raises OSError if that fails."""
+        """Append `kind(**values)` to the journal; the caller holds the run's lock. Raises OSError if that fails."""
         return append(self.path, kind(at=now_on(self.path), **values), flush=flush)
 
     def is_done(self) -> bool:
@@ -129,7 +129,7 @@ class RunDirectory:
         (self.path / ".reserve").unlink(missing_ok=True)
 
     def log(self, message: str, rank: int = 0) -> None:
-        """Append a line to log.txt, or to log-rank<r>.txt."""
+        """Append a line to log.txt (rank 0) or log-rank<r>.txt."""
         name = f"log-rank{rank}.txt" if rank else "log.txt"
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
@@ -145,7 +145,7 @@ class RunDirectory:
         return (read_json(self.path / CANCEL) or {}).get("expected_loss")
 
     def cancel_asked(self) -> str | None:
-        """Return the user who asked to cancel the run, if any."""
+        """Return who asked to cancel the run, or None."""
         if not (self.path / CANCEL).exists():
             return None
         return str((read_json(self.path / CANCEL) or {}).get("by", "a user"))
@@ -154,7 +154,7 @@ class RunDirectory:
         (self.path / CANCEL).unlink(missing_ok=True)
 
     def give_sign(self) -> None:
-        """Update the heartbeat file, by the file system's clock."""
+        """Set the heartbeat file's time to now, by the file system's clock."""
         path = self.path / HEARTBEAT
         try:
             os.utime(path)  # without a time: on NFS the server's own
@@ -173,7 +173,7 @@ class RunDirectory:
         (self.path / HEARTBEAT).unlink(missing_ok=True)
 
     def is_halved(self) -> bool:
-        """Return whether memory ran out once, so that the micro-batch is halved."""
+        """Return whether the micro-batch is halved, because the run ran out of memory once."""
         return (self.path / HALVED).exists()
 
     def saved_steps(self) -> list[int]:
@@ -183,7 +183,7 @@ class RunDirectory:
         return sorted(int(name) for name in names if name.isdigit())
 
     def newest_checkpoint(self) -> int | None:
-        """Return the step of the newest checkpoint whose files have the right sizes. The trainer checks hashes."""
+        """Return the step of the newest checkpoint whose files have the right sizes, or None; ignore their hashes."""
         folders = {step: self.path / "checkpoints" / f"step_{step}" for step in reversed(self.saved_steps())}
         return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
 
@@ -237,7 +237,7 @@ class SweepDirectory:
         return [self.run(run["run_id"]) for run in self.plan()["runs"]]
 
     def settings(self) -> dict[str, Any]:
-        """Return sweep.yaml: the resolved config, and where it came from."""
+        """Return sweep.yaml: the resolved config, and the command and version it came from."""
         return dict(read_document(self.path / "sweep.yaml", Settings, remedy=ANEW))
 
     def lock(self, timeout: float = 0.0) -> AbstractContextManager[object]:
@@ -267,7 +267,7 @@ class SweepDirectory:
         return original
 
     def launcher_alive(self, token: str) -> bool:
-        """Return whether the launcher that wrote `token` still holds the sweep's lock."""
+        """Return whether the process that took the sweep's lock with `token` still holds it."""
         if lock_token(self.path) != token:
             return False
         from filelock import FileLock, Timeout  # which takes longer than all of `status` on a small sweep
@@ -321,7 +321,7 @@ def inside_job() -> bool:
 
 
 def job_id() -> str:
-    """Return the id of this job, `array_task` in an array; the process id outside SLURM."""
+    """Return this SLURM job's id, as `<array>_<task>` in an array; outside SLURM, the process id."""
     if not inside_job():
         return os.environ.get("SUBMITIT_LOCAL_JOB_ID") or str(os.getpid())
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
@@ -329,12 +329,12 @@ def job_id() -> str:
 
 
 def own_job() -> str | None:
-    """Return the id of this process's SLURM job, or None."""
+    """Return the id of this process's SLURM job, or None outside SLURM."""
     return job_id() if inside_job() else None
 
 
 def job_seconds(environment: Mapping[str, str]) -> float:
-    """Return the time limit of a SLURM job in seconds: inf before SLURM 23.02, and without a limit."""
+    """Read a SLURM job's time limit in seconds from `environment`; inf without a limit or before SLURM 23.02."""
     try:
         begins, ends = (int(environment[f"SLURM_JOB_{name}_TIME"]) for name in ("START", "END"))
     except (KeyError, ValueError):
@@ -366,7 +366,7 @@ def lock_token(path: Path) -> str:
 
 
 def _locked(path: Path, timeout: float, what: str) -> AbstractContextManager[object]:
-    """Take a file lock, and write its owner into a second file."""
+    """Take a lock on `path`, and record this process as owner; raise Busy, naming `what`, after `timeout` seconds."""
     from filelock import FileLock, Timeout
 
     owner_file, lock = path.with_name(path.name + ".owner"), FileLock(path)

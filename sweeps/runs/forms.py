@@ -28,13 +28,13 @@ class JobShape:
         return self.nodes * self.ranks_per_node
 
     def for_one_process(self) -> JobShape:
-        """Return the shape of a one-process job with the memory that all ranks of a node have."""
+        """Return the shape of a job of one process that gets the memory of all ranks of a node."""
         return replace(self, memory_gb=self.memory_gb * self.ranks_per_node, nodes=1, ranks_per_node=1)
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of a plan: its size under each convention, its cost and its resources."""
+    """A run of a plan: its size, cost and resources."""
 
     run_id: FolderName
     name: str
@@ -87,7 +87,7 @@ class Settings(TypedDict, total=False):
 
 
 class Identity(TypedDict):
-    """identity.json: a sweep's token, made when it was first started, and its folder, absolute."""
+    """identity.json: a sweep's token and absolute folder."""
 
     token: str
     folder: str

@@ -143,7 +143,7 @@ class RunRecord:
 
     @property
     def recent(self) -> list[Attempt]:
-        """The attempts since a user last asked for a retry."""
+        """Return the attempts since a user last asked for a retry."""
         return [attempt for attempt in self.attempts if attempt.budget == self.budget]
 
     @property
@@ -152,7 +152,7 @@ class RunRecord:
 
 
 def fold(events: Iterable[Event], before: RunRecord) -> RunRecord:
-    """Apply a run's events, oldest first, to the record `before` them, and return the new record."""
+    """Return the record of a run after `events` (oldest first), given its record `before` them."""
     for event in events:
         before = _apply(before, event)
     return replace(before, attempts=tuple(with_waste(before.attempts)))
@@ -275,7 +275,7 @@ def _append_lines(path: Path, lines: bytes, flush: bool) -> None:
 
 
 def read_old(folder: Path) -> RunRecord:
-    """Return the record of a run from the files of an earlier version; a run without any is planned."""
+    """Return the record of a run from the files of an earlier version; state `planned` without any."""
     attempts, budget = read_old_attempts(folder)
     state, start = State("planned" if read_json(folder / "summary.json", Summary) is None else "done"), None
     with suppress(UserError):

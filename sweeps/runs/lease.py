@@ -2,8 +2,8 @@
 
 - A worker that dies loses its lock at once. If a file system does not carry locks between nodes, its heartbeat
   (runs/<run_id>/heartbeat) keeps others away until it is too old.
-- A run whose worker is gone is reconciled by the next process that takes its lock: it writes the end of the attempt to
-  the journal, with the reason from failure.json or SLURM.
+- The next process that takes the lock of a run whose worker is gone records the end of the attempt, with the reason
+  from failure.json or SLURM.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def hold(
     """Hold a run's lock while this process trains it, and record that an attempt begins; `conclude` records its end.
 
     Yields:
-        The run's record once the attempt has begun; None if there is nothing to do.
+        The run's record once the attempt has begun; None if the run is over or out of retries.
 
     Raises:
         Busy: another process trains the run.
@@ -114,7 +114,7 @@ def begin(run: RunDirectory, record: RunRecord, job: str | None, node: str | Non
 def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), ended: float | None = None) -> RunRecord:
     """Record how the current attempt ended, now or at `ended`, and nodes `at_fault`; the caller holds the run's lock.
 
-    If the disk is full the attempt stays open, and the next process that holds the run reconciles it.
+    On a full disk the attempt stays open, and the next process that holds the run reconciles it.
     """
     run.release()
     record = run.record()
@@ -144,7 +144,10 @@ def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), en
 
 
 def reconcile(run: RunDirectory, explain: Explain = lambda start: KILLED) -> RunRecord:
-    """Record the end of an attempt whose process is gone, as `explain` reports; the caller holds the run's lock."""
+    """Record the end of a run's open attempt, whose process is gone; `explain` gives the cause.
+
+    The caller holds the run's lock.
+    """
     record = run.record()
     if (start := record.open) is None:
         return record
@@ -163,14 +166,14 @@ def reconcile(run: RunDirectory, explain: Explain = lambda start: KILLED) -> Run
 
 
 def reconcile_idle(run: RunDirectory, policy: Policy, explain: Explain = lambda start: KILLED) -> bool:
-    """Record the end of a run's attempt if its process is gone. Returns True if it was."""
+    """Record the end of a run's open attempt if its process is gone. Returns True if one was recorded."""
     with contextlib.suppress(Busy, OSError), hold_idle(run, policy):
         return run.record().open is not None and reconcile(run, explain).open is None
     return False
 
 
 def charge(run: RunDirectory, policy: Policy, job: str, death: Death) -> None:
-    """Count a failed attempt of a run after the worker of `job` died without a claim, so that retries end."""
+    """Record a failed attempt of a run that the worker of `job` died too early to claim, so that retries run out."""
     with contextlib.suppress(Busy, OSError), hold_idle(run, policy):
         record = run.record()
         if record.open is None and record.state.state not in ("done", "diverged", "cancelled"):
@@ -212,7 +215,7 @@ def is_silent(run: RunDirectory, policy: Policy) -> bool:
 
 
 def sign_age(run: RunDirectory, now: float | None = None) -> float | None:
-    """Return the seconds since a run's last heartbeat, or None; `now` is the time from `now_on`."""
+    """Return the seconds from a run's last heartbeat to `now` (default: by `now_on`), or None without a heartbeat."""
     seen = run.last_sign()
     return None if seen is None else max(0.0, (now_on(run.path) if now is None else now) - seen)
 

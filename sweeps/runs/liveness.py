@@ -1,6 +1,6 @@
 """A thread that updates the heartbeat of the run that this process trains, and ends a process that hangs.
 
-- The heartbeat is the modification time of `runs/<run_id>/heartbeat`, by the file system's clock.
+- The heartbeat is the modification time of `runs/<run_id>/heartbeat`.
 - The thread also watches for steps. A phase without steps (the first compile) must fit into `hang_seconds`.
 - A thread cannot wake the main one, so it records how the run ended and ends the process.
 """
@@ -24,7 +24,7 @@ EXIT_CODE = 124  # as `timeout` exits
 
 
 class Heartbeat:
-    """A thread that updates a run's heartbeat while the `with` block runs, and ends a process that hangs."""
+    """The thread, which works while its `with` block runs."""
 
     def __init__(self, run: RunDirectory, policy: Policy) -> None:
         self.run, self._policy = run, policy
@@ -36,7 +36,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def progressed(self) -> None:
-        """Count a training step."""
+        """Count a training step as a sign of life."""
         self._steps += 1
 
     def __enter__(self) -> Heartbeat:

@@ -89,12 +89,12 @@ def retries_spent(sweep: SweepDirectory) -> int:
 
 
 def stop_growth(sweep: SweepDirectory, by: str) -> None:
-    """Stop a sweep from replacing diverged runs and from starting further rounds."""
+    """Stop a sweep from replacing diverged runs and starting its grid's next rounds; `by` names the user."""
     write_json(sweep.path / STOPPED, {"by": by, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
 
 
 def allow_growth(sweep: SweepDirectory) -> None:
-    """Undo `stop_growth`."""
+    """Allow replacements and further rounds after `stop_growth`."""
     (sweep.path / STOPPED).unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
 """The limits and nodes of a SLURM cluster, checked before anything is submitted to it.
 
-A check whose command fails or is slow is skipped. Whether a node can host a run is computed from `sinfo`;
-`sbatch --test-only` checks what only SLURM knows (accounts, QOS, features).
+A check whose command fails or is slow is skipped. Whether a node can host a run follows from `sinfo`,
+the rest (accounts, QOS, features) from `sbatch --test-only`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def limits(cluster: ClusterConfig) -> Limits:
 
 
 def _submit_limits(cluster: ClusterConfig, name: str) -> Iterator[int]:
-    """Yield every limit on the number of queued jobs: of the user, the account, the QOS."""
+    """Yield every limit on the number of queued jobs: of the user, the account, the QOS on cluster `name`."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in some containers
@@ -150,7 +150,7 @@ def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:
 
 
 def expected_starts(cluster: ClusterConfig, shapes: Sequence[JobShape]) -> dict[JobShape, str]:
-    """Return the time at which SLURM expects a job of each shape to start, for those that it can predict."""
+    """Return, by shape, the time at which SLURM expects a job to start; shapes it cannot predict are left out."""
     starts = {}
     for shape in dict.fromkeys(shapes):
         answer = _test(cluster, shape)

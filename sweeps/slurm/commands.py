@@ -57,7 +57,7 @@ def queue(own: bool = False, patience: float = PATIENCE) -> list[QueuedJob]:
     """Return the pending and running jobs of all users; with `own`, of this user only.
 
     Raises:
-        UserError: SLURM does not answer.
+        UserError: SLURM does not answer within `patience` seconds.
     """
     whose = ["-u", str(os.getuid())] if own else []
     timeout = SECONDS if patience else HASTE
@@ -76,7 +76,7 @@ def release(jobs: Iterable[str]) -> None:
 
 
 def death_of(job: str | None, node: str | None, answers: Mapping[str, tuple[str, str | None]] | None = None) -> Death:
-    """Return why the process of a job is gone, as SLURM reports it; `job` is None for a process on this machine.
+    """Return why the process of SLURM job `job` on `node` is gone; without a job, that it was killed.
 
     `answers` is an earlier result of `outcomes`.
     """
@@ -91,9 +91,9 @@ def death_of(job: str | None, node: str | None, answers: Mapping[str, tuple[str,
 
 
 def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
-    """Return SLURM's state and the last node of ended jobs, by id.
+    """Return each ended job's SLURM state and nodes (as `node[1-2]`, or None), by job id.
 
-    Asks accounting, then the controller; jobs that neither knows are left out. Several nodes are written `node[1-2]`.
+    Asks SLURM's accounting, then its controller; jobs that neither knows are left out.
     """
     ids = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
     # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
@@ -105,7 +105,7 @@ def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
 
 
 def _matching(ids: Collection[str], records: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, str | None]]:
-    """Return the state and node of each job in `ids` from records that may each cover several tasks."""
+    """Return the state and nodes of each job in `ids` from (id, state, nodes) records, some for several array tasks."""
     single, shared = dict[str, tuple[str, str | None]](), dict[str, tuple[str, str | None]]()
     for job, state, nodes in (record for record in records if len(record) == 3 and record[1]):
         into = shared if "[" in job else single
@@ -123,7 +123,7 @@ def _shown(line: str) -> tuple[str, str, str]:
 
 
 def elapsed(jobs: Iterable[str]) -> dict[str, float]:
-    """Return the seconds that each job ran, over all its starts, for jobs that accounting knows."""
+    """Return, by id, the seconds that each job known to SLURM's accounting ran, over all its starts."""
     ids, total = set(jobs), dict[str, float]()
     # With the duplicates: each start of a requeued job has its own record.
     for job, duration in _accounting(ids, "JobID,ElapsedRaw", "-D"):
@@ -133,7 +133,7 @@ def elapsed(jobs: Iterable[str]) -> dict[str, float]:
 
 
 def _accounting(jobs: Iterable[str], columns: str, *options: str) -> Iterator[tuple[str, ...]]:
-    """Yield the `columns` of sacct's records of jobs and their arrays."""
+    """Yield the `columns` of sacct's records of `jobs` and the rest of their arrays; `options` go to sacct."""
     arrays = sorted({job.split("_")[0] for job in jobs})
     for start in range(0, len(arrays), 200):
         names = ",".join(arrays[start : start + 200])
@@ -159,7 +159,7 @@ def controller_time() -> datetime | None:
 
 
 def first_to_end(log: str) -> str | None:
-    """Find in a job's log the error of the last attempt, or else the task that failed first according to `srun`."""
+    """Return the last UserError of a job's last start in its log, else the rank that `srun` saw fail first, or None."""
     attempt = log.rpartition("DUE TO JOB REQUEUE")[2]
     if sentences := re.findall(r"^(?:\w+\.)*UserError: (.+)$", attempt, re.MULTILINE):
         return str(sentences[-1])

@@ -85,7 +85,7 @@ def _refuse_old_jobs(sweep: SweepDirectory, patience: float) -> None:
 
 
 def label_of(shape: JobShape) -> str:
-    """Return a shape as text for a job's comment: 2x4-g1-c4-m32-t240."""
+    """Return a shape as text: 2x4-g1-c4-m32.0-t240 for nodes x ranks, GPUs, CPUs and GB of a rank, and minutes."""
     ranks, memory = f"{shape.nodes}x{shape.ranks_per_node}", float(shape.memory_gb)
     return f"{ranks}-g{shape.gpus}-c{shape.cpus}-m{memory!r}-t{shape.time_minutes}"
 
@@ -100,7 +100,7 @@ def shape_of(label: str) -> JobShape | None:
 
 
 def submitted_workers(sweep: SweepDirectory) -> dict[str, tuple[JobShape, Path]]:
-    """Return shape and folder of every worker ever submitted, by job id."""
+    """Return job shape and files' folder of every worker ever submitted, by job id."""
     workers = dict[str, tuple[JobShape, Path]]()
     for folder in (sweep.path / "jobs").glob("worker-*"):
         if (shape := shape_of(folder.name.removeprefix("worker-").rpartition("-")[0])) is not None:
@@ -110,7 +110,7 @@ def submitted_workers(sweep: SweepDirectory) -> dict[str, tuple[JobShape, Path]]
 
 
 def is_unattended(sweep: SweepDirectory, jobs: Iterable[SweepJob]) -> bool:
-    """Return whether an unfinished sweep has no keeper in the queue."""
+    """Return whether no keeper is among the `jobs` of a sweep on SLURM that is not over or cancelled."""
     if not (sweep.path / "jobs" / LAUNCH).exists() or membership.is_stopped(sweep):
         return False
     memory = read_json(sweep.path / "jobs" / MEMORY, Memory) or {}

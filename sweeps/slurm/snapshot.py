@@ -1,7 +1,6 @@
 """The code that a sweep's jobs run: a copy in the sweep's folder, so that an edit while jobs wait changes nothing.
 
-A copy of a checkout has the files that git tracks, with uncommitted changes, and new files that it does not ignore. The
-folder is named by its hash and moved into place whole, so concurrent or killed launchers do no harm.
+The copy is named by its hash and moved into place whole, so concurrent or killed launchers do no harm.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
 
     Returns:
         `<sweep>/code/<digest>`, which holds `isoflop/`, for the jobs' PYTHONPATH. A process that runs from such a copy
-        gets that one.
+        gets that copy's folder.
     """
     home = sweep.path.resolve() / "code"
     if package.parent.parent == home and (package.parent / SOURCE).exists():
@@ -68,7 +67,7 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
 
 
 def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
-    """Return tracked files, and new files that git does not ignore; None outside a checkout."""
+    """Return tracked files, changed or not, and new source files that git does not ignore; None outside a checkout."""
     parts = ("--", "__init__.py", *ROOMS)
     tracked = _names(git_output(package, "ls-files", "-z", *parts))
     if "__init__.py" not in tracked:

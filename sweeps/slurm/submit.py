@@ -3,7 +3,6 @@
 - `cluster.setup` runs in the folder of the first launch, the job in that of its pickles, with the sweep's copy of the
   code first on PYTHONPATH.
 - Keeper and fit ask for no GPU and run on the launcher's interpreter: they call sbatch, which images may lack.
-- An sbatch whose answer was lost is called again.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ def is_held(cluster: ClusterConfig) -> bool:
 
 
 def avoidable(avoid: Sequence[str], needed: int, cluster: ClusterConfig) -> tuple[str, ...]:
-    """Return the nodes to avoid, or none if fewer than `needed` others are up."""
+    """Return `avoid`, or an empty tuple if fewer than `needed` nodes outside it are up."""
     partition = [] if cluster.partition is None else [f"--partition={cluster.partition}"]
     up = set(slurm.ask("sinfo", "-h", "-N", "-r", "-t", "idle,mix,alloc,comp", "-o", "%N", *partition).stdout.split())
     if cluster.exclude is not None:
