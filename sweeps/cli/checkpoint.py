@@ -361,7 +361,7 @@ def facts_about(checkpoint: Path) -> Facts:
 
 
 def _law(path: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the form of the law at `path`, and the loss and interval it predicts for a run, or None without them."""
+    """Return the form of the law at `path`, and the loss and interval it predicts for the run of `summary`, or None."""
     from ... import fit
 
     if not path.is_file() or not summary:

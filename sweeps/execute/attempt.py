@@ -162,7 +162,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
 
 
 def prepare(run: RunDirectory) -> None:
-    """Reserve disk space for a run, and give it its trunk's checkpoint if it branches from one."""
+    """Reserve disk space for a run; if it branches from another run, give it that one's checkpoint."""
     run.reserve()
     config = run.config()
     tracking.note_lineage(run, config)

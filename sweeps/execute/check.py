@@ -35,9 +35,9 @@ def corners(runs: list[RunDirectory]) -> list[RunDirectory]:
 
 
 def variants(run: RunConfig) -> list[dict[str, Any] | None]:
-    """Return a run's settings, then them with another seed, half and twice the learning rate, half and twice the batch.
+    """Return six settings of a run: its own, another seed, half and twice the learning rate, half and twice the batch.
 
-    One is None if its batch would be half a sequence.
+    One is None if its batch would be less than a sequence.
     """
     values = {k: v for k, v in flatten(identity(run)).items() if k.partition(".")[0] not in ("data", "recipe")}
     rate, batch = "optimizer.learning_rate", "optimizer.batch_size"

@@ -131,7 +131,7 @@ class Board:
         return Task("train", run, planned.shape, status, planned.estimated_seconds, wait, avoid)
 
     def _can_begin(self, planned: PlannedRun, now: float, spent: Callable[[], int]) -> bool:
-        """Return whether a run can begin: its trunk saved the run's first step or never will (`spent`: sweep's retries)."""
+        """Return whether a run can begin: its trunk saved the run's first step or never will (`spent`: retries)."""
         if (parent := planned.parent) is None or parent not in self._planned:
             return True
         if can_begin(self.sweep.run(planned.run_id), self.sweep.run(parent), planned.first_step):
@@ -228,7 +228,7 @@ def next_actions(tasks: Iterable[Task], jobs: Sequence[Job], limits: Limits) -> 
 
 
 def workers_for(tasks: Sequence[float], worker_seconds: float) -> int:
-    """Return the number of workers for tasks of these estimated seconds; tasks share one up to `worker_seconds`."""
+    """Return the number of workers for tasks of these estimated seconds; short ones share, up to `worker_seconds`."""
     if worker_seconds <= 0:
         return len(tasks)
     return max(1, math.ceil(sum(min(1.0, seconds / worker_seconds) for seconds in tasks) - 1e-9))
@@ -256,7 +256,7 @@ class Backend(Protocol):
 
 
 def reconcile(sweep: SweepDirectory, backend: Backend, scope: Scope = EVERYTHING) -> bool:
-    """Record attempts whose process is gone, and start workers for the tasks in `scope`. Returns True if none is left.
+    """Record attempts whose process is gone, and start workers for tasks in `scope`. Returns True if no task is left.
 
     The caller holds the sweep's lock.
 
