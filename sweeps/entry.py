@@ -219,7 +219,7 @@ def for_hydra(arguments: list[str]) -> list[str]:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Run a command; print errors that a user can cause as one sentence. Returns the exit code."""
+    """Run a command; print as one sentence errors that a user can cause. Returns the exit code."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

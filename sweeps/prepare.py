@@ -273,7 +273,7 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
 
 
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
-    """Write plan.json, the frozen configs and, if `command` is given, sweep.yaml."""
+    """Write plan.json, each run's config.yaml and, if `command` is given, sweep.yaml."""
     sweep, by_id = prepared.sweep, prepared.by_id
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])

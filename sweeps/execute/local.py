@@ -70,7 +70,7 @@ class LocalBackend:
         self._stillborn = 0  # workers in a row that had claimed nothing
 
     def train(self, tick: Callable[[list[dict[str, Any]]], None]) -> None:
-        """Train and score until nothing is left; on Ctrl-C or TERM, runs save a checkpoint.
+        """Train and score until no task is left; on Ctrl-C or TERM, runs save a checkpoint.
 
         Args:
             tick: called several times a second with the workers' new claims.

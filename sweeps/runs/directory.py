@@ -177,7 +177,7 @@ class RunDirectory:
         return (self.path / HALVED).exists()
 
     def saved_steps(self) -> list[int]:
-        """Return the steps of published checkpoints; their files are not read."""
+        """Return the steps of checkpoints with a manifest; their files are not read."""
         manifests = (self.path / "checkpoints").glob("step_*/manifest.json")
         names = (path.parent.name.removeprefix("step_") for path in manifests)
         return sorted(int(name) for name in names if name.isdigit())
@@ -355,7 +355,7 @@ def this_user() -> str:
 
 
 def yaml_or_empty(path: Path) -> dict[str, Any]:
-    """Return a YAML mapping, empty if the file is missing or unreadable."""
+    """Return a YAML file's mapping, empty if it is missing or unreadable."""
     with suppress(UserError):
         return read_document(path, dict[str, Any])
     return {}

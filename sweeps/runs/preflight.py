@@ -44,7 +44,7 @@ class Record:
 
 
 def read_record(sweep: SweepDirectory) -> Record:
-    """Return the findings so far; none if preflight.json is missing or damaged."""
+    """Return a sweep's preflight record; an empty one if preflight.json is missing or damaged."""
     with suppress(UserError):
         return read_document(sweep.path / FILE, Record)
     return Record()

@@ -105,7 +105,7 @@ def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
 
 
 def _matching(ids: Collection[str], records: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, str | None]]:
-    """Return the state and nodes of each job in `ids` from (id, state, nodes) records, some for several array tasks."""
+    """Return the state and nodes of each job in `ids` from (id, state, nodes) records, each of one or several tasks."""
     single, shared = dict[str, tuple[str, str | None]](), dict[str, tuple[str, str | None]]()
     for job, state, nodes in (record for record in records if len(record) == 3 and record[1]):
         into = shared if "[" in job else single
