@@ -68,7 +68,7 @@ def refusal(sweep: SweepDirectory) -> str | None:
 
 
 def claim(sweep: SweepDirectory) -> None:
-    """Write identity.json if a sweep is new, was moved, or is a copy. Raises UserError if `refusal` returns a message."""
+    """Write identity.json if a sweep is new, was moved, or is a copy. Raises UserError if `refusal` has a message."""
     if (message := refusal(sweep)) is not None:
         raise UserError(message)
     identity = read_json(sweep.path / IDENTITY, Identity)

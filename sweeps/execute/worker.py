@@ -53,7 +53,7 @@ LEAST_SECONDS = 60.0  # that must be left until then to begin a task; a tenth of
 
 
 class RunFailed(Exception):
-    """A run of several ranks failed; the job exits with an error, which ends its other ranks."""
+    """A run of several ranks failed; the error ends the other ranks."""
 
 
 @dataclass(frozen=True)

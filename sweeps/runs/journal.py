@@ -1,7 +1,7 @@
 """A run's journal: each event is one line of runs/<run_id>/events.jsonl, and the run's state is a fold over them.
 
 - Only the process that holds the run's lock appends, and a line is written whole or not at all.
-- state.json shows the current state to users and scripts, and is rewritten after every event.
+- state.json shows the current state to users, and is rewritten after every event.
 - Earlier versions kept other files, which the first event of such a run adopts.
 """
 
