@@ -49,14 +49,14 @@ class AdaptiveGrid(IsoflopGrid):
 
     @property
     def largest_flops(self) -> float:
-        """Return the largest budget, which no run may exceed."""
+        """Return the largest of `budgets`, which no run may exceed."""
         return max(self.budgets or [math.inf])
 
     def total_flops(self, base: RunConfig, tuner: Tuner) -> float:
         return self.flops_budget or trained_flops(list(self.isoflop_runs(base, tuner)))
 
     def runs(self, base: RunConfig, tuner: Tuner) -> list[RunConfig]:
-        """Return the first round's runs: the largest small isoFLOP grid that costs at most FIRST_SHARE of the FLOPs."""
+        """Return the first round's runs: the isoFLOP grid of largest budgets that FIRST_SHARE of all FLOPs can pay."""
         if self.recipes is not None and len(self.recipes) != 1:
             raise UserError(
                 f"grid.recipes has {counted(len(self.recipes), 'recipe')}; it must have one, because an adaptive grid "
@@ -89,7 +89,7 @@ class AdaptiveGrid(IsoflopGrid):
         return bool(added)
 
     def ask_round(self, sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
-        """Return the grid of the next round's runs (kind points), or None if no round follows."""
+        """Choose and record the next round. Returns its grid (of kind points), or None if no round follows."""
         from .suggest import NothingToSuggest
 
         record = _record(sweep)
@@ -149,7 +149,7 @@ def _expanded(
 
 
 def round_summary(sweep: SweepDirectory) -> str:
-    """Describe the newest round and the 95 % interval it should reach, or why no round follows."""
+    """Describe the newest round and its expected effect on the loss's 95 % interval, or why no round follows."""
     record = _record(sweep)
     if record["ended"] is not None or not record["rounds"]:
         return f"the adaptive grid is over: {record['ended']}"

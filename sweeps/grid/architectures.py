@@ -1,8 +1,8 @@
 """Choose width, depth and heads of a model with a target N, such that they tile well. Pure.
 
-Depth follows the square root of the width (2 blocks at width 16, 4 at 64, 14 at 768, 32 at 4096, close to published
-families). Widths are multiples of the head size, a power of two; below width 32 there is one head, and widths go in
-steps of 4, because there the embedding tables are most of N and coarser steps would leave gaps.
+The ideal depth is 0.5 sqrt(width), close to published families. Widths are multiples of the head size, a power of two;
+below width 32 there is one head, and widths go in steps of 4, because there the embedding tables are most of N and
+coarser steps would leave gaps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
 
 
 def of_depth(base: ModelConfig) -> ModelConfig:
-    """Return the base model with the width closest to 4 depth^2, and the heads for it."""
+    """Return the base model with the width closest to 4 depth^2, and heads to match."""
     ideal = 4 * base.depth**2
     return shaped(base, min(widths(ideal + 256), key=lambda width: abs(width - ideal)), base.depth)
 
@@ -76,12 +76,12 @@ def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate
 
 
 def well_shaped(base: ModelConfig) -> tuple[_Candidate, ...]:
-    """Return all models near the depth rule as (N_active, distance from the rule, config), smallest first."""
+    """Return (N_active, |log(depth / ideal depth)|, config) of all models near the ideal, smallest first."""
     return _candidates(tuple(dataclasses.asdict(base).items()))
 
 
 def nearest_model(base: ModelConfig, target: float, above: int = 0) -> ModelConfig:
-    """Return the model with N_active above `above` that is nearest to `target` and to the depth rule."""
+    """Return the model with N_active above `above` that is nearest to N_active `target` and to the ideal depth."""
     pool = well_shaped(base)
     largest = pool[-1][0]
     if target > 2 * largest or above >= largest:

@@ -1,6 +1,6 @@
 """Base class of all kinds of grid, and the list of kinds.
 
-A kind is a dataclass in a file of this folder, whose fields are its config. Only its YAML in conf/grid/ names it.
+A kind is a dataclass in a file of this folder, whose fields are its config.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GridConfig:
         """Set the training corpus of `base` to that of the grid's first run, if the grid varies it."""
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterable[RunConfig]:
-        """Return the initial runs in order, before seeds, recipes and variants multiply them."""
+        """Return a variant's initial runs in order, before they are repeated per seed and recipe."""
         raise UserError(f"grid.kind is {self.kind!r}; it must be one of {', '.join(grid_kinds())}")
 
     def fill_budgets(self, budgets: list[float] | None, probed: Callable[[], list[float]]) -> None:
@@ -91,7 +91,7 @@ def unique_tokens(run: RunConfig) -> float:
 
 
 def fit_notes(runs: Sequence[RunConfig], more: Mapping[str, str]) -> list[str]:
-    """Return the warnings that a fit of planned runs would give; `more`: text to append, by warning code."""
+    """Return the warnings that a fit of planned runs would give. `more` maps codes of warnings to text to append."""
     from ...fit.checks.doctor import examine_plan
 
     unique = unique_tokens(runs[0])

@@ -44,7 +44,7 @@ def _key(data: DataConfig) -> tuple[object, ...]:
 
 
 def _read(data: DataConfig) -> tuple[DataConfig, int]:
-    """Return a corpus's config with fingerprints, and its vocabulary size. Prints a note if documents are split."""
+    """Return a corpus's config with paths and fingerprints, and its vocabulary size. May print a note on its split."""
     from ...train.data.split import Blocks, split_corpus
     from ...train.data.tokenizers import planned_fingerprint, planned_vocab_size
 

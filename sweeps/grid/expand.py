@@ -24,7 +24,7 @@ CUT = ("data.recipe", "data.sequence_length", "data.separate_documents")  # data
 def expand_grid(
     grid: GridConfig, base: RunConfig, tuning: TuningConfig | None = None, present: Iterable[RunConfig] = ()
 ) -> list[RunConfig]:
-    """Return the distinct runs of a grid, in its order; `present` are runs already in the sweep."""
+    """Return the distinct runs of a grid in order; D of `present` runs counts for tuning.horizon=size."""
     check_fields(grid, "grid.")
     tuner = Tuner(tuning or TuningConfig())
     check_fields(tuner.rules, "tuning.")
@@ -66,7 +66,7 @@ def run_label(run: RunConfig) -> str:
 
 
 def _variants(grid: GridConfig, base: RunConfig, tuner: Tuner) -> Iterator[tuple[RunConfig, Tuner]]:
-    """Yield the base and each variant with its tuner, which keeps the fields that the variant sets."""
+    """Yield the base run, then each variant, with a tuner that leaves the fields set by the variant unchanged."""
     if grid.recipes is not None or not grid.takes_variants:
         raise UserError("grid.variants cannot be combined with grid.recipes or an adaptive grid; leave one out")
     if not isinstance(grid.variants, dict) or not grid.variants or BASE in grid.variants:

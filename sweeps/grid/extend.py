@@ -26,7 +26,7 @@ from .tuning import Tuner
 
 
 def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
-    """Add the runs of a grid: the sweep's with overrides, or that of a YAML file. Returns the new run ids."""
+    """Add the runs of the sweep's grid with changed fields, or of the grid in a YAML file. Returns the new run ids."""
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs either overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
@@ -81,7 +81,7 @@ def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
 
 
 def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
-    """Add a replacement for each diverged run, if the grid asks for it. Returns the new run ids."""
+    """Add a replacement for each diverged run if grid.diverged_rate_factor is set. Returns the new run ids."""
     factor = config.grid.diverged_rate_factor if config.grid is not None else None
     if factor is None or membership.is_stopped(sweep):
         return []
@@ -90,7 +90,7 @@ def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
 
 
 def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list[str]:
-    """Add a copy of a run with the learning rate times `factor`, unless it replaces a run. Returns the new run ids."""
+    """Add a copy of a run with the learning rate times `factor`. Returns [its id], or [] if the run is such a copy."""
     if run.run_id in membership.replacements(sweep):
         return []
     other = copy.deepcopy(run.config())

@@ -52,7 +52,7 @@ class IsoflopGrid(GridConfig):
         N, _, smallest = architectures.well_shaped(base.model)[0]
 
         def spending(budget: float, model: ModelConfig) -> RunConfig | None:
-            """Return a run of the model with this budget, or None if it has fewer than `min_steps`."""
+            """Return a run of the model that costs this budget, or None if it has fewer than `min_steps` steps."""
             tokens: Any = tokens_for_budget(model, base.data.sequence_length, budget, self.convention)
             run = tuner.tuned(replace(base, model=model, tokens=tokens, budget=budget), whole=True)
             return run if tokens >= self.min_steps * run.batch_tokens else None
@@ -73,7 +73,7 @@ class IsoflopGrid(GridConfig):
         return training_flops_per_token(smallest, length) * tokens
 
     def models(self, base: ModelConfig, budget: float) -> list[ModelConfig]:
-        """Return distinct models around the expected optimum of a budget, log-spaced over the span, smallest first."""
+        """Return distinct models, log-spaced over `span` around a budget's expected best N, smallest first."""
         # All budgets take their sizes from one lattice, so that runs of the same size share a trunk.
         expected = self.expected_size(base, budget)
         gap = math.log(self.span) / (self.sizes - 1) if self.sizes > 1 else 0.0
@@ -87,9 +87,9 @@ class IsoflopGrid(GridConfig):
         return models
 
     def expected_size(self, base: ModelConfig, budget: float) -> float:
-        """Return the N that is expected to be the best at a budget.
+        """Return the N expected to be best at a FLOP budget.
 
-        expected_N is for models on bytes; a larger vocabulary adds to the embedding tables.
+        expected_N is for models on bytes; the parameters of a larger vocabulary are added.
         """
         expected = self.expected_N * (budget / EXPECTED_FLOPS) ** EXPECTED_EXPONENT
         on_bytes = replace(base, vocab_size=256, tied_embeddings=True)
@@ -98,7 +98,7 @@ class IsoflopGrid(GridConfig):
         return expected + count_parameters(adapted).N_active - count_parameters(shape).N_active
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Return the fit's warnings, with budgets that avoid them. Raises UserError if a budget has too few sizes."""
+        """Return the warnings of a fit, with budgets to avoid them. Raises UserError if a budget has too few sizes."""
         from ...fit.checks.doctor import FEW_SIZES, LEAST_SIZES, MANY_EPOCHS
 
         more = {}
@@ -126,7 +126,7 @@ class IsoflopGrid(GridConfig):
     def _nearest_budget(
         self, base: RunConfig, tuner: Tuner, budget: float, suffices: Callable[[list[RunConfig]], bool]
     ) -> str:
-        """Return the budget nearest to `budget` whose runs satisfy `suffices`, as text, or "none"."""
+        """Return the budget nearest to `budget` for whose runs `suffices` is true, as text, or "none"."""
         for i in range(1, TRIES):
             for candidate in (float(f"{budget * 10 ** (way * i / 10):.1e}") for way in (1, -1)):
                 try:
@@ -164,7 +164,7 @@ class CurvesGrid(IsoflopGrid):
             yield from (able[i] for i in sorted({0, len(able) // 2, len(able) - 1}) if able)
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Return a note on the cost of the same points as separate runs, and as a ladder of cooldowns."""
+        """Return a note on what the same points (N, D) would cost as separate runs, or as cooldowns."""
         from ...fit.curves.averaged import SPACING
 
         smallest = min(self.cooldowns, default=1.0)

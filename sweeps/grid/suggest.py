@@ -123,8 +123,8 @@ def suggest_runs(
 
     Args:
         budget: FLOPs (exact convention) of all new runs together.
-        target_flops: Budget whose prediction should improve; default: the largest of fit.targets, else 1000 times the
-            largest C.
+        target_flops: Budget at which predictions should improve; default: the largest of the config's fit.targets, else
+            1000 times the largest FLOPs of a run.
         seeds: Number of new seeds per size, in addition to the base run's seed.
         max_flops: Most FLOPs of one run.
         standing: Result of `fit_standing`, if already computed.
@@ -173,7 +173,7 @@ def suggest_runs(
 def _affordable(
     market: Market, table: RunTable, budget: float, seeds: int, max_flops: float | None, min_steps: int
 ) -> list[Offer]:
-    """Return the candidate runs within the budget. Raises NothingToSuggest if there are none."""
+    """Return the candidates that `budget` and `max_flops` allow. Raises NothingToSuggest if there are none."""
     upper, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
     lower = BELOW * float(min(table.flops))
     offered: list[Offer] = []
@@ -194,7 +194,7 @@ def _affordable(
 
 
 def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
-    """Fit the finished runs and predict loss and N at the target. Raises NothingToSuggest if they are too few."""
+    """Fit the finished runs and predict the best loss and N at `target_flops`. Raises NothingToSuggest if it cannot."""
     from ...fit import FormMixture, InputError, read_table
     from ...fit.approaches.recipes import split
     from ...fit.mixture.mixture import DRAWS
@@ -346,7 +346,7 @@ class Market:
     tuner: Tuner = field(default_factory=Tuner)
 
     def offers(self, seeds: Sequence[int], within: Range) -> list[Offer]:
-        """Return every candidate: each model and D within the range, with each seed."""
+        """Return every candidate: each model at several D with FLOPs and D/N in the range, per seed."""
         families: dict[str, list[RunConfig]] = {}
         for run in self.present if self.share else ():
             families.setdefault(trunk_of(run), []).append(run)
@@ -383,7 +383,7 @@ class Market:
                 yield run.tokens
 
     def _saved(self, template: RunConfig, mates: Sequence[RunConfig], within: Range) -> Iterator[int]:
-        """Yield every D within the range for which a run can branch from a saved checkpoint of `mates`."""
+        """Yield every D within the range at which `template` can branch from a saved checkpoint of a run in `mates`."""
         if template.schedule.kind != "wsd":
             return
         for mate in mates:
@@ -405,7 +405,7 @@ class Market:
 
 
 def sizes(base: ModelConfig, within: Range) -> list[ModelConfig]:
-    """Return the models for which some D lies within the range, smallest first."""
+    """Return the models whose FLOPs and D/N are in the range at some D, smallest first."""
     low = math.sqrt(within.least_flops / (6 * within.most_ratio)) / 4  # small models spend more than 6 N a token
     high = math.sqrt(within.most_flops / (6 * within.least_ratio))
     models: dict[int, ModelConfig] = {}

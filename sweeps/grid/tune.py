@@ -75,7 +75,7 @@ class TuneGrid(GridConfig):
         return self.rung_runs(base, tuner, 0, {})
 
     def rung_runs(self, base: RunConfig, tuner: Tuner, rung: int, tried: Tried) -> Iterator[RunConfig]:
-        """Yield the runs of a rung, all with one seed so that they differ only in settings."""
+        """Yield a rung's runs, with one seed, around the base run's settings or the previous rung's best in `tried`."""
         from scipy.stats import qmc
 
         count, half = self._runs_per_size(base) >> rung, math.log(self.span) * 0.5 ** (rung / 3)
@@ -108,7 +108,7 @@ class TuneGrid(GridConfig):
         return [architectures.nearest_model(base.model, size) for size in sorted(self.sizes)]
 
     def rung_tokens(self, base: RunConfig, model: ModelConfig, rung: int) -> int:
-        """Return the D of a rung, a multiple of every batch, because runs of a size are compared at the same D."""
+        """Return the D that all runs of a model have in a rung, a multiple of every batch that may be tried."""
         first, now = self.tokens_per_parameter[0], self.tokens_per_parameter[rung]
         unit = base.data.sequence_length * 3 * 2 ** math.ceil(math.log2(base.optimizer.batch_size * self.span))
         return max(1, round(first * count_parameters(model).N_active / unit)) * round(now / first) * unit
@@ -164,13 +164,13 @@ class TuneGrid(GridConfig):
 
 
 def settings_of(run: RunConfig) -> Settings:
-    """Return the learning rate, batch and weight-decay timescale of a run."""
+    """Return a run's learning rate, batch in tokens and timescale of weight decay as a share of D."""
     forgotten = decaying_rate(run.optimizer, run.model.width) * run.optimizer.weight_decay * run.steps
     return Settings(run.optimizer.learning_rate, run.batch_tokens, 1.0 / forgotten)
 
 
 def tried_settings(sweep: SweepDirectory) -> Tried:
-    """Return (settings, loss) of finished runs, by N and D; runs stopped as hopeless have their expected loss."""
+    """Map (N, D) to (settings, loss) pairs of finished runs, and with expected losses of runs stopped as hopeless."""
     tried: dict[tuple[int, int], list[Any]] = {}
     for run in members(sweep):
         summary = run.summary() if run.is_done() else None
@@ -182,7 +182,7 @@ def tried_settings(sweep: SweepDirectory) -> Tried:
 
 
 def write_tuning(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any]:
-    """Fit the rules and write tuning.yaml. Returns the content of law.json; raises InputError if the fit fails."""
+    """Fit tuning rules and write tuning.yaml. Returns the content of law.json; raises InputError if the fit fails."""
     from ...fit.hyperparameters.tuning import tuning_rules
 
     tried = tried_settings(sweep).items()

@@ -69,7 +69,7 @@ class Tuner:
         return replace(self, spans=spans)
 
     def tuned(self, run: RunConfig, fixed: Collection[str] = (), whole: bool = False) -> RunConfig:
-        """Return the run with the rules applied at its N and `tokens`.
+        """Return the run with the hyperparameters that the rules give at its N and D.
 
         Args:
             fixed: Dotted names of fields that the rules do not change.
@@ -98,7 +98,7 @@ class Tuner:
         return run
 
     def misses_batch(self, run: RunConfig) -> bool:
-        """Return whether a run's batch differs from its rule by a factor of 1.5 or more."""
+        """Return whether a run's batch is more than 1.5 times off that of the batch rule."""
         target = power(self.rules.batch_tokens, count_parameters(run.model).N_active, self._span(run)[1], 1.0)
         if target is None or "optimizer.batch_size" in self.rules.keep:
             return False
@@ -111,7 +111,7 @@ class Tuner:
         return min(shortest, run.tokens), max(longest, run.tokens)
 
     def dialled(self, run: RunConfig) -> RunConfig:
-        """Return the run with width and heads set by tuning.dial, and D set by tuning.tokens_per_parameter."""
+        """Return the run with width and heads by depth if tuning.dial is set, and missing D by tokens_per_parameter."""
         model, tokens = run.model, run.tokens
         if self.rules.dial:
             model = architectures.of_depth(model)
@@ -121,14 +121,14 @@ class Tuner:
 
 
 def power(rule: PowerRule, N: float, D: float, batch: float) -> float | None:
-    """Evaluate a rule at N, D and batch (both in tokens); return None if its k is None."""
+    """Evaluate a power rule at N parameters, D tokens and `batch` tokens per step; return None if its k is not set."""
     return None if rule.k is None else float(rule.k * N**rule.N * D**rule.D * batch**rule.batch)
 
 
 def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length: int, ranks: int = 1) -> int:
-    """Return the number of sequences per step: the multiple of `ranks` in 1, 2, 3, 4, 6, 8, ... nearest to the rule.
+    """Return the sequences per step: of 1, 2, 3, 4, 6, 8, ... the multiple of `ranks` nearest to the batch rule's.
 
-    It leaves a run of `shortest` tokens at least rules.min_steps steps, if `ranks` allows. See Power Lines, section 4;
+    A run of `shortest` tokens keeps at least rules.min_steps steps, if `ranks` allows. See Power Lines, section 4;
     Step Law, equation 1.
     """
     target = power(rules.batch_tokens, N, D, 1.0)
@@ -141,7 +141,7 @@ def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length:
 
 
 def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:
-    """Return the learning rate of the blocks' matrices; weight decay shrinks them by rate * weight_decay per step."""
+    """Return the learning rate of the blocks' matrices; each step, weight decay shrinks them by this * weight_decay."""
     if (own_rate := OPTIMIZERS[optimizer.kind].rate) is not None:
         return own_rate(optimizer)
     narrow = (optimizer.base_width / width) ** optimizer.width_exponent
@@ -149,7 +149,7 @@ def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:
 
 
 def weight_decay(tau: float, rate: float, D: float, batch: float) -> float:
-    """Return the lambda for which weights average the updates of about tau D tokens: tau = B / (eta lambda D).
+    """Return the weight decay lambda = B / (eta tau D), by which weights average the updates of about tau D tokens.
 
     eta is `rate`, B `batch` tokens. See Wang and Aitchison 2024 (arXiv:2405.13698); Power Lines, section 3.
     """
@@ -157,7 +157,7 @@ def weight_decay(tau: float, rate: float, D: float, batch: float) -> float:
 
 
 def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] = round) -> int:
-    """Round `tokens` to a whole number of steps of the run, at least one."""
+    """Round a number of tokens to a multiple of the run's batch, at least one batch."""
     step = max(1, base.batch_tokens)  # a batch of 0 is refused later, with the run
     return max(1, rounded(tokens / step)) * step
 
@@ -167,7 +167,7 @@ def _model_key(run: RunConfig) -> str:
 
 
 def family(base: RunConfig) -> dict[str, Any]:
-    """Return the settings that all runs of a grid share; tuned constants hold only for these."""
+    """Return the settings of a run that its whole grid shares; tuned rules hold only for these."""
     shared = identity(base)
     flat = flatten({group: shared[group] for group in ("model", "data", "optimizer", "schedule")})
     return {name: value for name, value in flat.items() if name not in VARIED}
