@@ -32,7 +32,7 @@ def read_run(path: Path) -> RunConfig:
 
 
 def ways_to_dict(ways: list[Way]) -> dict[str, Any]:
-    """Convert ways to train a run to plain values: all of them, best first, and the one to use."""
+    """Convert ranked ways to train a run: `considered` has all, best first; `chosen` is the best, None if none fits."""
     ranked = [
         {name: getattr(way.parallel, name) for name in (*SETTINGS, "sequence_parallel")}
         | {"fits": way.fits, "verdict": _verdict(way, ways[0]), "seconds": way.seconds}
@@ -49,7 +49,7 @@ def _verdict(way: Way, best: Way) -> str:
 
 
 def print_ways(config: RunConfig, ways: list[Way]) -> None:
-    """Print the ranked meshes, and the overrides that select the best."""
+    """Print the ways to train a run, best first, and the best one's overrides."""
     model, best, fitting = config.model, ways[0], sum(way.fits for way in ways)
     say(
         f"N {short(count_parameters(model).N_total)} ({model.width}x{model.depth}), {config.optimizer.batch_size} "
@@ -73,7 +73,7 @@ def print_ways(config: RunConfig, ways: list[Way]) -> None:
 
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:
-    """Print the ranked meshes for each distinct shape of run."""
+    """Print the ranked meshes for each model, sequence length, batch and precision in the runs."""
     gpus = cluster.gpus_per_job > 0
     hardware = Hardware(
         memory_bytes=(cluster.gpu_memory_gb if gpus else cluster.memory_gb) * 1e9,

@@ -66,7 +66,7 @@ class Calibration:
     def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float:
         """Estimate the FLOP/s of a run, interpolated log-log between measured widths.
 
-        Beyond these, or if there are none, the rate follows `assumed`, a function of the width.
+        Outside of these, or if there are none, the rate follows `assumed`, a function of the width.
         """
         measured = self.rates.get(kind)
         if not measured:
@@ -82,7 +82,7 @@ class Calibration:
         return math.exp((1 - part) * math.log(measured[below][0]) + part * math.log(measured[above][0]))
 
     def runs(self, kinds: Collection[str]) -> int:
-        """Return the number of measured runs of these kinds, or 0 if one kind has none."""
+        """Return the number of measured runs of all these kinds, or 0 if one kind has none."""
         counts = [sum(count for _, count in self.rates.get(kind, {}).values()) for kind in kinds]
         return sum(counts) if all(counts) else 0
 
@@ -129,7 +129,7 @@ def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
 
 
 def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibration:
-    """Return the rates in a sweep's plan.json, and for kinds of run that it lacks those of past sweeps."""
+    """Return the rates in a sweep's plan.json; for kinds of run that are not there, return those of past sweeps."""
     # If a sweep's own measurements replaced its estimates, the report could not tell how wrong these were.
     planned = (read_json(folder / "plan.json", PlanFile) or {}).get("rates") or {}
     fixed = {
@@ -184,7 +184,7 @@ class Places:
 
 
 def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
-    """Divide the machine among jobs of `ranks` ranks; `rate` is the peak FLOP/s of one core or rank."""
+    """Return how many jobs of `ranks` ranks run at once, and with what; `rate`: peak FLOP/s of a core or rank."""
     if cluster.kind == "slurm":
         return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
     cores = usable_cores()
@@ -224,7 +224,7 @@ def half_speed_width(cluster: ClusterConfig) -> float:
 
 
 def fill_budgets(grid: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
-    """Fill in a grid's missing budgets from the cluster's config, or else from the measured `rate`."""
+    """Fill in a grid's missing budgets from cluster.budgets, or else from `rate`, the peak FLOP/s of a core."""
     if grid is not None:
         room = places(cluster, 1, rate)  # always of one rank: the mesh must not change the budgets
         probe = (room.flops_per_second, room.jobs, cluster.minutes, half_speed_width(cluster))
@@ -232,7 +232,7 @@ def fill_budgets(grid: GridConfig | None, cluster: ClusterConfig, rate: float) -
 
 
 def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed: float) -> list[float]:
-    """Return FLOP budgets at which a grid with six sizes for each takes about `minutes` on `jobs` cores."""
+    """Return FLOP budgets whose isoFLOP grid takes about `minutes` on `jobs` cores with this `half_speed_width`."""
     rate = flops_per_second * jobs * TYPICAL_WIDTH / (TYPICAL_WIDTH + half_speed)
     smallest = rate * minutes * 60 / (SIZES * sum(LADDER))
     # Rounded to a power of two, so that repeated probes and equal machines nearly always plan the same runs.

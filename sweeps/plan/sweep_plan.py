@@ -1,6 +1,6 @@
 """Plan the jobs of a sweep's runs: cost, order and shape. Pure.
 
-Estimates affect only order and placement, not which runs there are or their results.
+Estimates affect only order and placement.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def wall_clock(runs: Sequence[PlannedRun], places: int) -> float:
 
 
 def plan_remarks(plan: Plan) -> list[str]:
-    """Return a remark for the user if a run has very many steps."""
+    """Return a remark on the run with most steps if they are very many, else []."""
     longest = max(plan.runs, key=lambda run: run.steps)
     if longest.steps <= MANY_STEPS:
         return []
@@ -124,7 +124,7 @@ def plan_remarks(plan: Plan) -> list[str]:
 
 
 def makespan(seconds: list[float], at_once: int) -> float:
-    """Return the seconds that jobs take if they start in order, `at_once` running at a time."""
+    """Return the seconds until all jobs end, if they start in order, `at_once` running at a time."""
     places = [0.0] * max(1, at_once)
     for duration in seconds:
         heapq.heapreplace(places, places[0] + duration)

@@ -55,7 +55,7 @@ class Merged:
 
 
 def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
-    """Turn runs into branches of longer runs where possible; `progress` has the state on disk, by run id."""
+    """Turn runs into branches of longer runs where possible; `progress` maps run ids to the runs' state on disk."""
     families: dict[str, list[_Named]] = {}
     named = [(run_id(run), run) for run in runs]
     for name, run in named:
@@ -101,12 +101,12 @@ def own_flops(run: RunConfig) -> float:
 
 
 def trained_flops(runs: Sequence[RunConfig]) -> float:
-    """Return the training FLOPs of all runs together, if they share trunks."""
+    """Return the training FLOPs of all runs together; steps that they can share count once."""
     return sum(map(own_flops, merge_runs(runs).runs))
 
 
 def steps_between(run: RunConfig, every: int | None) -> list[int]:
-    """Return the steps before the last one, every `every`, whose checkpoints are scored."""
+    """Return the multiples of `every` among a run's own steps, but the last, at which it is scored too; [] for None."""
     if every is None:
         return []
     first = 0 if run.parent is None else trunk_steps(run)
@@ -114,7 +114,7 @@ def steps_between(run: RunConfig, every: int | None) -> list[int]:
 
 
 def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig]:
-    """Return the runs with `checkpoint.at_steps` extended by `steps_between`."""
+    """Return the runs, set to keep the checkpoints of `steps_between` too."""
     result = []
     for run in runs:
         if steps := steps_between(run, every):
@@ -125,7 +125,7 @@ def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig
 
 
 def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
-    """Return why a run cannot branch; `alike`: a longer run has the same steps before the decay."""
+    """Return why a run cannot branch at step `begin`; `alike`: a longer run has the same steps until then."""
     schedule = run.schedule
     if alike:
         return "the possible trunk is past the step where they would begin, and has kept no checkpoint of it"
@@ -228,7 +228,7 @@ def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None
 
 
 def _transplant(source: Path, final: Path) -> bool:
-    """Publish a copy of a checkpoint in one rename. Returns True if its files are hard links."""
+    """Copy a checkpoint to `final`, which appears in one rename. Returns True if all files are hard links."""
     # Hard links are safe, because checkpoints are replaced and never changed in place.
     from ...train.checkpoint.checkpoint import publish
 
