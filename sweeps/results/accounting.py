@@ -46,7 +46,7 @@ class _Entry:
 
     @property
     def own_steps(self) -> tuple[int, int]:
-        """Return the first and last step that the run trained itself; they are equal if it is not done."""
+        """Return the first and last step that the run trained itself; the first step twice if it is not done."""
         first = self.planned.get("first_step", 0)
         return first, first if self.result is None else self.planned["steps"]
 
@@ -54,7 +54,7 @@ class _Entry:
 def account(sweep: SweepDirectory) -> dict[str, Any]:
     """Compute the content of costs.json from a sweep's present state, and from SLURM's records if it runs there.
 
-    An amount has device-hours, dollars if a GPU-hour has a price, and FLOPs (exact convention).
+    Each cost has device-hours, dollars (None without a price of a GPU-hour), and FLOPs (exact convention).
     """
     plan, cluster = sweep.plan(), asdict(cluster_of(sweep.settings()))
     entries: dict[str, _Entry] = {}
@@ -109,9 +109,9 @@ def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
 
 
 def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int = 0) -> list[Counter[str]]:
-    """Count the lost steps of each attempt (oldest first) by cause.
+    """Return the lost steps of each attempt of a run (oldest first), counted by cause.
 
-    The run branches from its trunk at step `begins`; a branch of this run depends on its steps up to `served`.
+    The run branches from its trunk at step `begins`; branches of this run depend on its steps up to `served`.
     """
     lost: list[Counter[str]] = [Counter() for _ in history]
     spans = [(attempt.first_step, attempt.last_step) for attempt in history]
@@ -178,7 +178,7 @@ class _Books:
 
 
 def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapping[str, Any]) -> float | None:
-    """Return the device-hours that SLURM recorded for the workers, or None if there are none."""
+    """Return the device-hours that SLURM recorded for the workers, or None without records."""
     if cluster["kind"] != "slurm":
         return None
     from ..slurm import commands as slurm
@@ -193,7 +193,7 @@ def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapp
 
 
 def planned_seconds(planned: Planned) -> float:
-    """Return the planned seconds of a run; in older plans, its share of a group trained together."""
+    """Return the planned seconds of a run, or in older plans its share of those of a group trained together."""
     return float(planned.get("paid_seconds") or planned["estimated_seconds"])
 
 
@@ -209,9 +209,9 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
 
 
 def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[int, dict[str, float]]]:
-    """Return actual over estimated time, without repeated steps: of all finished runs, and by width.
+    """Return actual over estimated training time: of all finished runs (None without any), and by width.
 
-    `low` and `high` are the quartiles of the runs' ratios.
+    Repeated steps do not count. `low` and `high` are the quartiles of the runs' ratios.
     """
     import statistics  # slow to import, and `isoflop status` does not need it
 

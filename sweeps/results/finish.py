@@ -142,7 +142,7 @@ def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
 
 
 def measured_rates(sweep: SweepDirectory) -> list[Measured]:
-    """Return the measured FLOP/s of finished runs, except ensembles that earlier versions trained."""
+    """Return the measured FLOP/s of finished runs, except short ones and earlier versions' ensembles."""
     rates = []
     for planned in sweep.plan()["runs"]:
         run = sweep.run(planned["run_id"])
@@ -178,7 +178,7 @@ def print_result(sweep: SweepDirectory) -> None:
 
 
 def print_law(law: dict[str, Any], name: str) -> None:
-    """Print the optimum at each target by approach, then the law, its backtest and the warnings."""
+    """Print the optimum that each approach predicts at each target, then the law, its backtest and the warnings."""
     from ...fit.flops import in_words
     from ...fit.formatting import INTERVALS
 
@@ -234,7 +234,7 @@ def print_comparisons(comparisons: list[dict[str, Any]]) -> None:
 
 
 def _with_interval(item: dict[str, Any], key: str, form: Callable[[float], str] = short) -> str:
-    """Format item[key] with its interval, if it has one; a bound of None is infinite."""
+    """Format item[key] and the interval that item has for it, if any; a bound of None means infinity."""
     form, interval = "{:.3f}".format if key == "loss" else form, item.get(f"{key}_ci")
     if item[key] is None:
         return "–"
@@ -245,7 +245,7 @@ def _with_interval(item: dict[str, Any], key: str, form: Callable[[float], str] 
 
 
 def cost_lines(costs: dict[str, Any]) -> list[str]:
-    """Describe costs in two lines: used and planned cost, then waste."""
+    """Describe costs.json in two lines: used and planned cost, then waste."""
     used, unit = costs["used"], costs["unit"]
     price = "" if used["dollars"] is None else f", ${used['dollars']:,.2f}"
     head = (

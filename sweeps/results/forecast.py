@@ -1,7 +1,6 @@
 """Forecast final losses, of running runs and of larger ones, and keep a ledger of sealed forecasts.
 
-A sealed forecast is SWEEP/forecasts/<digest>.json, with a hash of all its other fields. A user who publishes the digest
-before the run can prove later what was predicted.
+A sealed forecast is SWEEP/forecasts/<digest>.json, with a hash of all its other fields.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Outcome:
 
 
 def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, str]]:
-    """Forecast the final losses of running runs. Returns the forecasts, and the reasons for missing ones by run id.
+    """Forecast the final losses of running runs. Returns the forecasts, and by run id why others have none.
 
     Smoothed training losses are extrapolated, and multiplied by the ratio of held-out to training loss at the end of
     finished runs.
@@ -121,9 +120,9 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
 
 
 def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return [loss, low, high] of running runs, at most a minute old, and notes on suspicious runs, both by run id.
+    """Return forecasts [loss, low, high] at most a minute old, and notes on suspicious runs, both by run id.
 
-    A note says that a forecast has left the interval of the run's first one.
+    A run gets a note if its newest forecast is outside the interval of its first one.
     """
     path = sweep.path / "forecast.json"
     latest = read_json(path, Latest)
@@ -150,7 +149,7 @@ def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
     """Forecast the final loss of one run.
 
     Args:
-        target: A run directory or its config.yaml, "N=..,D=..", or a budget in FLOPs, for its best N and D.
+        target: A run directory or its config.yaml, "N=..,D=..", or a budget in FLOPs, meaning its best N and D.
 
     Raises:
         UserError: `target` is something else, or a finished run.
@@ -197,7 +196,7 @@ def _best_size(sweep: SweepDirectory, target: str) -> tuple[float, float]:
 
 
 def seal(sweep: SweepDirectory, forecasts: list[Forecast]) -> list[Forecast]:
-    """Save forecasts with a date and a hash. Returns them with both."""
+    """Save forecasts, each with the date and its hash. Returns them with these fields."""
     files = [sweep.path / name for name in ("table.csv", "curves.csv")]
     inputs = {path.name: file_sha256(path) for path in files if path.exists()}
     made, sealed = _as_date(now_on(sweep.path)), []
@@ -243,9 +242,10 @@ def _sealed(sweep: SweepDirectory) -> list[Forecast]:
 
 
 def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
-    """List the sealed forecasts, oldest first, each with its run's outcome, relative `error` and `inside` if known.
+    """List the sealed forecasts, oldest first; if known, `outcome` is the run's result, `error` forecast / loss - 1.
 
-    `fault` is the reason why a forecast does not count: altered, or sealed after the run had ended.
+    `inside` says whether the loss is in the interval. `fault` is the reason why a forecast does not count: altered, or
+    sealed after the run had ended.
     """
     rows = []
     for forecast in _sealed(sweep):

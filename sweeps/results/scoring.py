@@ -1,7 +1,4 @@
-"""Score a sweep's checkpoints with the package `evaluate`, read the scores, and write their pages.
-
-Intermediate checkpoints that a run did not keep, because `evaluate.every` was set later, are skipped.
-"""
+"""Score a sweep's checkpoints with the package `evaluate`, read the scores, and write their pages."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ def stage(tasks: list[str]) -> None:
 
 
 def is_scored(run: RunDirectory, settings: dict[str, Any]) -> bool:
-    """Return whether all of a run's checkpoints to score have scores with these settings."""
+    """Return whether all `wanted_steps` of a run have scores with these `evaluate` settings."""
     return all(_is_scored(run, step, settings) for step in wanted_steps(run, settings))
 
 
 def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
-    """Return the steps of a finished run's checkpoints that exist and must be scored, the final one last."""
+    """Return the steps at which a finished run is to be scored: its last, after the saved ones of `steps_between`."""
     last = (run.summary() or {}).get("step")
     steps = steps_between(run.config(), settings["every"]) if settings.get("every") is not None else []
     saved = [step for step in steps if has_checkpoint(run, step)]
@@ -56,7 +53,7 @@ def _request(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_evaluator(settings: dict[str, Any], say: Callable[[str], None]) -> Evaluator:
-    """Return an evaluator with a sweep's tasks."""
+    """Return an evaluator with a sweep's `evaluate` settings."""
     from ...evaluate.checkpoint import Evaluator
     from ...evaluate.tasks.tasks import load_suite
 
@@ -90,7 +87,7 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluat
 
 
 def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
-    """Return the held-out loss that training computed at a step, or None."""
+    """Return the held-out loss that training computed at a step, None if it did not."""
     lines = [run.summary() or {}, *read_json_lines(run.path / "metrics.jsonl")]
     names = ("val_loss", "val_loss_se", "val_bpb")
     for line in lines:
@@ -110,7 +107,7 @@ def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
 
 
 def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
-    """Return the item scores of each finished run's last checkpoint, by run id; runs without items are left out."""
+    """Map ids of finished runs to the last checkpoint's scores of each task item; runs without these are left out."""
     from ...evaluate.pages.paired import answers_of
     from ...evaluate.records import items_path, read_items
 
@@ -150,7 +147,7 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
 
 
 def chosen_checkpoints(finals: list[dict[str, Any]], limit: int = MOST) -> list[dict[str, Any]]:
-    """Choose at most `limit` rows: first the lowest loss of each budget, then the largest FLOPs."""
+    """Choose at most `limit` final checkpoints: first each budget's lowest loss, then the rest by falling FLOPs."""
     best: dict[Any, dict[str, Any]] = {}
     for row in finals:
         group = row["budget"] if row["budget"] is not None else round(math.log2(max(row["flops"], 1.0)))

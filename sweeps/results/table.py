@@ -66,7 +66,7 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
 
 
 def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the fingerprint to the names of recipes that share a name but differ."""
+    """Add fingerprints to the names of recipes that share a name but differ."""
     fingerprints: dict[str, set[str | None]] = {}
     for row in rows:
         fingerprints.setdefault(row["recipe"], set()).add(row["recipe_fingerprint"])
@@ -79,7 +79,7 @@ def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def name_texts_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put the corpus before the recipe if the runs have several held-out texts, because `fit` pools no recipes."""
+    """Put the corpus before the recipe if held-out texts differ, because `fit` fits each recipe separately."""
     names: dict[str, set[str]] = {}
     for row in rows:
         names.setdefault(row["corpus"], set()).add(row["held_out"])
@@ -92,7 +92,7 @@ def name_texts_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
-    """Write table.csv and return it. Columns from `answers`, by run id, test whether runs differ on each task."""
+    """Write table.csv and return it, with tests of whether runs differ in accuracy on each task in `answers`."""
     from ...evaluate.pages.paired import compare_tasks
 
     table = build_table(sweep)
@@ -163,7 +163,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
 
 
 def _kv_bytes(model: dict[str, Any]) -> int | None:
-    """Return the bytes of key-value cache per token, at two per number; None if the config cannot be read."""
+    """Return the key-value cache's bytes per token, at two bytes a number; None if the config cannot be read."""
     try:
         config = from_dict(ModelConfig, model, "model.")
         return 2 * config.depth * config.cached

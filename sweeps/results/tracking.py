@@ -1,8 +1,7 @@
 """Send a sweep to wandb: the lineage of its runs, its results as a separate run, and runs tracked offline.
 
 Runs are sent from isoflop's own files from the server's last step on, so that nothing is sent twice. `wandb sync`
-(0.31) is not used: it stops at the torn file of a killed attempt, sends nothing of a batch with an empty file, exits
-with 0 in both cases, and waits forever for a silent server.
+(0.31) is not used: it stops at the torn file of a killed attempt, and waits forever for a silent server.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ PROVENANCE = ("isoflop_version", "git_commit", "git_dirty", "host", "command", "
 
 
 def note_lineage(run: RunDirectory, config: RunConfig) -> None:
-    """Save the code version and attempt of a run that is about to train, for its tracker. Errors are ignored."""
+    """Save the code version and attempt of a run that is about to train, for its tracker to log. Errors are ignored."""
     if config.tracker.kind == "none":
         return
     sweep = run.path.parent.parent / "sweep.yaml"
@@ -46,7 +45,7 @@ def note_lineage(run: RunDirectory, config: RunConfig) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _code(sweep: Path, written: int) -> dict[str, Any]:
-    """Return the version of the code that a sweep was planned with."""
+    """Return the version of the code that planned a sweep. `written`, the time of sweep.yaml, renews the cache."""
     settings = SweepDirectory(sweep).settings()
     return {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty")}
 
@@ -167,7 +166,7 @@ def _digest(sweep: SweepDirectory) -> str:
 
 
 def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
-    """Send to wandb what it lacks of a sweep's runs and results. Returns the number of runs sent."""
+    """Send a sweep's new or changed runs and results to wandb. Returns the number of runs sent."""
     tracked = [run for run in sweep.runs() if run.last_metrics() and run.config().tracker.kind == "wandb"]
     if not tracked:
         raise UserError(f"{sweep.path} has nothing to send: none of its runs has trained with tracker=wandb")
@@ -198,7 +197,7 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
 
 
 def _send(run: RunDirectory, folder: str) -> bool:
-    """Send a run and return True; return False if it is unfinished or locked by its worker."""
+    """Send a run to wandb, whose files go to `folder`. Returns False if it is unfinished or locked by its worker."""
     if run.state().state in OPEN:
         return False
     config = run.config()
@@ -212,5 +211,5 @@ def _send(run: RunDirectory, folder: str) -> bool:
 
 
 def _refuse(line: str) -> None:
-    """Raise a tracker's message as an error, which ends the sync."""
+    """Raise a tracker's message as a UserError, to end the sync."""
     raise UserError(f"{line}, so try again later")
