@@ -127,7 +127,7 @@ class Evaluator:
                 say(f"{task.name}: {_in_words(record.tasks[task.name])}")
 
     def _contamination(self, loaded: Any, say: Report) -> Contamination:
-        """Return the indices of contaminated items by task, and None or the reason why they are unknown."""
+        """Return the indices of contaminated items by task, and the reason if they are unknown, else None."""
         key = canonical_json([to_dict(loaded.config.data), self.ngram])
         if key not in self.contaminated:
             self.contaminated[key] = run_on_ranks(
@@ -178,7 +178,7 @@ def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | No
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:
-    """Return the result of `worst_windows`, or losses of None with the reason as `withheld`."""
+    """Return the result of `worst_windows`; if it has none, all losses are None and `withheld` says why."""
     try:
         losses = worst_windows(loaded)
     except UserError as error:  # the corpus is on another machine

@@ -5,8 +5,7 @@
 - Of an item shorter than `ngram` the whole is looked up if it has 8 words or more: shorter ones occur by chance.
 - Equal 64-bit hashes count as equal: for 1e6 n-grams in 1e12 words, one in 20 searches has a false match.
 
-lm-eval's own decontamination needs sorted files that other programs make. 13 and 8: GPT-3 (Brown et al. 2020,
-arXiv:2005.14165, appendix C).
+13 and 8: GPT-3 (Brown et al. 2020, arXiv:2005.14165, appendix C).
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def normalised(text: str | bytes) -> bytes:
 
 
 def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
-    """Return the hash of each word of normalised text, (w,), and the number of documents that end before it, (w,)."""
+    """Return, for the w words of normalised text, their hashes, (w,), and how many documents end before each, (w,)."""
     raw = np.frombuffer(text, np.uint8)  # (b,)
     edges = np.flatnonzero(np.diff(_IS_WORD.take(raw), prepend=False, append=False))  # starts and ends take turns
     starts, ends = edges[::2], edges[1::2]
@@ -144,7 +143,7 @@ class _Index:
 
 
 def item_words(task: SuiteTask) -> list[list[Words]]:
-    """Return the two word sequences of each item to search for: without the template's words, and with them."""
+    """Return two word sequences per item to search for: without the words that begin or end all questions, and with."""
     pairs = [item_texts(task.task, doc) for doc in task.task.frozen_docs]
     questions = [words_and_ends(normalised(question))[0] for question, _ in pairs]
     answers = [words_and_ends(normalised(answer))[0] for _, answer in pairs]
@@ -160,7 +159,7 @@ def item_words(task: SuiteTask) -> list[list[Words]]:
 def item_texts(task: Any, doc: Any) -> tuple[str, str]:
     """Return the question of an item, without few-shot examples, and its first right answer; either may be empty.
 
-    If the choices are contexts of one continuation (WinoGrande), the right one is returned as the question.
+    If the choices are beginnings of one ending (WinoGrande), the right one is the question, the ending the answer.
     """
     text, target = task.doc_to_text(doc), task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "multiple_choice" and hasattr(task, "doc_to_choice"):
@@ -240,7 +239,7 @@ def _stream(shards: Shards, index: _Index, progress: Report) -> None:
 
 
 def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> None:
-    """Mark in `index.found` the n-grams inside documents of a chunk. Chunks overlap, so cut words are skipped."""
+    """Mark in `index.found` the n-grams within documents of a text. Its first or last word is skipped if cut."""
     text = normalised(text)
     words, documents = words_and_ends(text)
     inside = slice(1 if cut_before else 0, len(words) - 1 if cut_after else len(words))
@@ -273,7 +272,7 @@ def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:
 
 
 def _byte_table(path: Path, vocab_size: int) -> list[bytes] | None:
-    """Return the bytes of each token id of a tokenizer.json, or None unless it is a byte-level BPE."""
+    """Return the bytes of each token id of a tokenizer.json, or None if it is not a byte-level BPE."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if (content.get("decoder") or {}).get("type") != "ByteLevel" or content["model"].get("type") != "BPE":
         return None

@@ -1,8 +1,7 @@
 """Our models as lm-eval sees them, in this process and without transformers.
 
 lm-eval builds prompts and computes metrics; this file computes ids, windows and sums. Prompts that are too long are cut
-on the left, as in lm-eval's `hf` model; a *continuation* that is too long is scored by lm-eval's rolling windows. Each
-request is looked up in the answers first, and the ranks share the work of the model (`ranks.py`).
+on the left, as in lm-eval's `hf` model; a *continuation* that is too long is scored by lm-eval's rolling windows.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class CheckpointLM(TemplateLM):
     # --- log-likelihoods ---------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Score]:
-        """Return each continuation's log-probability in nats, and whether greedy decoding yields it."""
+        """Return each continuation's log-probability in nats, and whether greedy decoding generates it."""
         pairs = [request.args for request in requests]
         # As in lm-eval, trailing blanks of a context belong to the continuation, and both are encoded as one text.
         contexts = [context.rstrip() for context, _ in pairs]
@@ -168,7 +167,7 @@ class CheckpointLM(TemplateLM):
     # --- generation --------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Generate the text after each context, up to a stop sequence, the end of the document, or the limit."""
+        """Generate the text after each context, up to a stop sequence, the end of the document, or a token limit."""
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(place)
@@ -181,7 +180,7 @@ class CheckpointLM(TemplateLM):
         return results
 
     def _continue(self, contexts: list[str], places: list[int], group: str, settings: Any) -> list[str]:
-        """Generate the text after each context. Seeds depend on `places`, the requests' indices, so repeats differ."""
+        """Generate a text after each context. Seeds depend on `places`, requests' indices: equal contexts differ."""
         limit, stops = settings["max_gen_toks"], [stop for stop in settings["until"] if stop]
         decode = self.text.decode
         # As in lm-eval's `hf` model, the prompt is cut to leave room for the answer. If the answer alone fills the
@@ -240,7 +239,7 @@ class CheckpointLM(TemplateLM):
 
 
 def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Request]:
-    """Split a text into lm-eval's windows: disjoint, except that the last one has as much context as fits."""
+    """Split a text into lm-eval's windows: each has one token of context (first: `prefix`), the last as many as fit."""
     windows = get_rolling_token_windows(tokens, prefix, max_length, context_len=1)
     return [Request(*make_disjoint_window(window)) for window in windows]
 

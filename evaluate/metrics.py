@@ -1,7 +1,7 @@
 """Scores of a task from the results of its items, with standard errors and chance level, and a suite's mean.
 
-Below a billion parameters accuracy sits at chance and jumps about, while gold bits per byte and the probability of the
-right choice move smoothly with compute: all are kept. A model that returns NaN has no score, and the item is named.
+Below a billion parameters accuracy jumps about near chance, while gold bits per byte and p_right move smoothly with
+compute. A model that returns NaN has no score, and the item is named.
 
 p_right and margin: Magnusson et al. 2025 (arXiv:2504.11393). Centered accuracy: Li et al. 2024 (arXiv:2406.11794).
 """
@@ -47,13 +47,13 @@ class ItemResult:
 
     @property
     def p_right(self) -> float | None:
-        """Return the probability of the right choices: a softmax over the log-probabilities of all choices."""
+        """Return the summed probability of the right choices, in a softmax over all choices; None without choices."""
         shares = self._shares
         return None if shares is None else float(shares[self.right].sum())
 
     @property
     def margin(self) -> float | None:
-        """Return p_right minus the probability of the likeliest wrong choice, in [-1, 1]."""
+        """Return p_right minus the probability of the likeliest wrong choice; None without one."""
         shares, right = self._shares, self.p_right
         if shares is None or right is None or len(set(self.right or ())) == len(shares):
             return None
@@ -69,7 +69,7 @@ class ItemResult:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean and its standard error over items, s / sqrt(n); None if undefined."""
+    """Return the mean and its standard error, s / sqrt(n); None where undefined, such as the error of one value."""
     if not len(values):
         return None, None
     array = np.asarray(values, dtype=np.float64)
@@ -80,21 +80,21 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def error_of_alike(count: int) -> float:
-    """Return the standard error of a share of `count` answers that are all 0 or all 1, where the usual one is 0.
+    """Return the standard error of an accuracy if `count` answers are all right or all wrong, where s / sqrt(n) is 0.
 
-    It is computed with two more answers of each kind (Agresti & Coull 1998).
+    It assumes two more right and two more wrong answers (Agresti & Coull 1998).
     """
     share = 2 / (count + 4)
     return math.sqrt(share * (1 - share) / (count + 4))
 
 
 def gold_bits_per_byte(log_probability: float, text: str) -> float:
-    """Convert a text's log-probability in nats to bits per UTF-8 byte. An answer includes the blank before it."""
+    """Convert a text's log-probability in nats to bits per UTF-8 byte. Answers include the blank before them."""
     return -log_probability / math.log(2) / len(text.encode("utf-8", errors="replace"))
 
 
 def ratio_and_error(amounts: Sequence[float], sizes: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return sum(amounts) / sum(sizes) and its standard error over units, such as texts; None if undefined.
+    """Return sum(amounts) / sum(sizes) over texts and its standard error. Of one text the error is None, of none both.
 
     See Cochran 1977, chapter 6.
     """
@@ -114,7 +114,7 @@ ALWAYS = ("acc", "acc_norm")
 
 
 def task_scores(items: Sequence[ItemResult], contaminated: Collection[int] | None = None) -> dict[str, Any]:
-    """Return a task's scores: `<metric>`, `<metric>_se`, chance, counts of items, withheld and clean.
+    """Return a task's scores: `<metric>`, its standard error `<metric>_se`, chance, item counts, `withheld`, `clean`.
 
     `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there, or None.
     `withheld` names the item on which the model failed, or is None; if it failed, every score is None. `clean` has the
@@ -157,7 +157,7 @@ def _numbers(items: Sequence[ItemResult], names: Sequence[str]) -> dict[str, Any
 
 
 def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
-    """Return (acc - chance) / (1 - chance) and its standard error; None without accuracy."""
+    """Return a task's (acc - chance) / (1 - chance) and its standard error; None without accuracy."""
     acc, chance = scores.get("acc"), scores.get("chance") or 0.0
     if acc is None or chance >= 1:
         return None

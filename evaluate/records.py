@@ -1,13 +1,12 @@
 """The files of one evaluation: scores, items, and the answers of an evaluation that has not finished.
 
-Only the first of several ranks reads and writes, and all of them learn what it read or could not write.
+Only the first of several ranks reads and writes.
 
 - An item is the question, the right answer and the model's answer, from lm-eval's samples. Its prompt is what all its
   contexts begin with; the rest of a context belongs to its choice (WinoGrande). The file is gzipped JSON lines, each
-  task a separate member; scores never depend on it, the report's samples do.
+  task a separate member.
 - The answers start with what they depend on (checkpoint, precision, our scoring, lm-eval), are keyed by a hash of their
-  request, and are flushed after every batch. Floats keep all their bits, so a resumed evaluation equals an
-  uninterrupted one.
+  request, and are flushed after every batch.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def item_results(
 ) -> list[ItemResult]:
     """Convert lm-eval's samples to one result per item, in order; samples of several filters are merged.
 
-    `averaged`: metrics whose mean is the task's score; `truncated`, `failed`: see `harness.CheckpointLM`.
+    `averaged`: metrics whose mean is the task's score; `truncated`, `failed`: requests with a cut prompt, or a NaN.
     """
     merged: dict[int, ItemResult] = {}
     for sample in samples:
@@ -123,7 +122,7 @@ def items_path(scores: Path) -> Path:
 
 
 def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[int] | None) -> list[dict[str, Any]]:
-    """Convert a task's items for the file of items.
+    """Convert a task's items for the file of items; `contaminated`: items' indices, or None if unknown.
 
     Texts are cut in the middle to `LONGEST` characters, and numbers that are not finite become None.
     """
@@ -164,7 +163,7 @@ def pack_items(items: Iterable[dict[str, Any]]) -> bytes:
 
 
 def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """Read the file of items, or return [] without one. A damaged file is renamed, and reported to `say`."""
+    """Read the file of items, [] if missing or damaged. A damaged one is renamed and reported to `say`."""
     if not path.is_file():
         return []
     try:
@@ -192,7 +191,7 @@ def move_aside(path: Path) -> Path:
 
 
 def request_key(kind: str, *parts: Any) -> str:
-    """Return the hex BLAKE2b of a request's canonical JSON."""
+    """Return a request's key among the answers: hex BLAKE2b of its canonical JSON."""
     text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain_value)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -302,7 +301,7 @@ class Record:
         ranks: Mesh,
         keep_items: bool,
     ) -> None:
-        """Load the scores of an earlier evaluation of this checkpoint, without tasks whose settings changed."""
+        """Load from `output` earlier scores of the checkpoint that `header` names, except of tasks that changed."""
         self.output, self._ranks, self._say, self._keep_items = output, ranks, say, keep_items
         old = run_on_ranks(ranks, lambda: _kept(output, header, suite, ngram, say), only_first=True)
         empty: dict[str, Any] = {"tasks": {}, "suites": {}, "held_out": None, "contamination_withheld": None}
@@ -323,7 +322,7 @@ class Record:
 
     @contextlib.contextmanager
     def answers(self) -> Iterator[Answers]:
-        """Open the file of answers on rank 0 (the others have none); delete it if the block ends without an error."""
+        """Open the file of the model's answers, on rank 0 only; delete it if the `with` block ends without an error."""
         path = self.output.with_name(f"{self.output.stem}.answers.jsonl")
         header = {key: self.scores[key] for key in ("checkpoint_sha256", *SETTINGS)}
         is_first = self._ranks.rank == 0
@@ -341,7 +340,7 @@ class Record:
         self._write(flush=False)
 
     def finish(self, held_out: Callable[[], dict[str, Any]], suites: Mapping[str, Sequence[str]]) -> None:
-        """Add the held-out loss, and the means of suites (name -> tasks) whose tasks all have scores; write the files.
+        """Add the held-out loss, and the mean of each suite (name -> tasks) that is fully scored; write the files.
 
         `held_out` is called if no loss is known, or if items are kept and the worst windows are missing.
         """
@@ -372,7 +371,7 @@ class Record:
 
 
 def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None, say: Report) -> dict[str, Any]:
-    """Return the scores in `output` of this checkpoint, without tasks whose items, prompts or settings changed."""
+    """Return the scores in `output` of the checkpoint in `header`, if any, without tasks that changed."""
     if not output.exists():
         return {}
     old = read_json(output)

@@ -59,7 +59,7 @@ _TOKENIZER, _CONFIG, _SPECIAL = TOKENIZER_FILES = ("tokenizer.json", "tokenizer_
 
 
 def window_of(model: ModelConfig, sequence_length: int) -> int | None:
-    """Return the attention window in tokens, or None if it covers the whole sequence."""
+    """Return the attention window in tokens, or None if attention covers the whole sequence."""
     return model.window if model.window is not None and model.window < sequence_length else None
 
 
@@ -85,7 +85,7 @@ def _kind_of(model: ModelConfig) -> str:
 
 
 def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json. `end`: id that ends a document; `dtype`: the weights' type, as in torch."""
+    """Return the content of config.json. `end`: token that ends a document; `dtype`: the weights' type, as in torch."""
     kind, window, rope = model_type(model, sequence_length), window_of(model, sequence_length), _hf_rope(model)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
