@@ -106,7 +106,7 @@ def _read(files: dict[str, Path]) -> dict[str, set[int]]:
 def normalised(text: str | bytes) -> bytes:
     """Prepare text for `words_and_ends`: NFKC, lower case, blanks for non-ASCII punctuation and around ideographs.
 
-    ASCII bytes stay as they are, because `words_and_ends` handles them, and so does `END` between documents.
+    ASCII bytes stay as they are, because `words_and_ends` handles them; `END` between documents stays too.
     """
     if isinstance(text, bytes):
         if text.isascii():
@@ -143,7 +143,7 @@ class _Index:
 
 
 def item_words(task: SuiteTask) -> list[list[Words]]:
-    """Return two word sequences per item to search for: without the words that begin or end all questions, and with."""
+    """Return two word sequences to search for per item: without the words that all questions share, and with them."""
     pairs = [item_texts(task.task, doc) for doc in task.task.frozen_docs]
     questions = [words_and_ends(normalised(question))[0] for question, _ in pairs]
     answers = [words_and_ends(normalised(answer))[0] for _, answer in pairs]

@@ -122,7 +122,7 @@ class CheckpointLM(TemplateLM):
         return self._sums([request_key("loglikelihood", *strings) for strings, _, _ in requests], windows)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Return the log-probability of each whole text in nats: every token is scored once, in windows."""
+        """Return the log-probability of each whole text in nats, summed over windows that score every token once."""
         texts = [request.args[0] for request in requests]
         ids = self._encode(texts)
         windows = [_rolling_windows(ids[text], self.prefix_token_id, self.max_length) for text in texts]
@@ -180,7 +180,7 @@ class CheckpointLM(TemplateLM):
         return results
 
     def _continue(self, contexts: list[str], places: list[int], group: str, settings: Any) -> list[str]:
-        """Generate a text after each context. Seeds depend on `places`, requests' indices: equal contexts differ."""
+        """Generate a text after each context. Seeds depend on the requests' indices `places`, so repeats differ."""
         limit, stops = settings["max_gen_toks"], [stop for stop in settings["until"] if stop]
         decode = self.text.decode
         # As in lm-eval's `hf` model, the prompt is cut to leave room for the answer. If the answer alone fills the

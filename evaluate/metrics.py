@@ -89,7 +89,7 @@ def error_of_alike(count: int) -> float:
 
 
 def gold_bits_per_byte(log_probability: float, text: str) -> float:
-    """Convert a text's log-probability in nats to bits per UTF-8 byte. Answers include the blank before them."""
+    """Convert a text's log-probability in nats to bits per UTF-8 byte. An answer includes the blank before it."""
     return -log_probability / math.log(2) / len(text.encode("utf-8", errors="replace"))
 
 
@@ -116,7 +116,7 @@ ALWAYS = ("acc", "acc_norm")
 def task_scores(items: Sequence[ItemResult], contaminated: Collection[int] | None = None) -> dict[str, Any]:
     """Return a task's scores: `<metric>`, its standard error `<metric>_se`, chance, item counts, `withheld`, `clean`.
 
-    `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there, or None.
+    `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there, but may be None.
     `withheld` names the item on which the model failed, or is None; if it failed, every score is None. `clean` has the
     scores over the items whose index is not in `contaminated`.
     """

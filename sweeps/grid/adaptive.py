@@ -35,10 +35,7 @@ SPENT = 0.02  # share of the FLOPs below which no further round starts
 
 @dataclass
 class AdaptiveGrid(IsoflopGrid):
-    """A small isoFLOP grid, then rounds of runs that `isoflop suggest` chooses, each after a fit.
-
-    By default it costs as much as the same IsoflopGrid.
-    """
+    """A small isoFLOP grid, then rounds of runs that `isoflop suggest` chooses, each after a fit."""
 
     kind: str = "adaptive"
     flops_budget: Positive | None = None  # training FLOPs of all rounds; None: the cost of that isoFLOP grid

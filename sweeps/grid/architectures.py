@@ -81,7 +81,7 @@ def well_shaped(base: ModelConfig) -> tuple[_Candidate, ...]:
 
 
 def nearest_model(base: ModelConfig, target: float, above: int = 0) -> ModelConfig:
-    """Return the model with N_active above `above` that is nearest to N_active `target` and to the ideal depth."""
+    """Return the model that comes nearest to `target` active parameters and the ideal depth, with more than `above`."""
     pool = well_shaped(base)
     largest = pool[-1][0]
     if target > 2 * largest or above >= largest:

@@ -60,7 +60,7 @@ class GridConfig:
 
     @classmethod
     def results(cls, sweep: Any) -> dict[str, Any] | None:
-        """Return the content of law.json, or None if a law of the loss is to be fitted."""
+        """Return this kind's content of law.json, or None if a law of the loss is fitted instead."""
         return None
 
     def refuse_tokens(self, base: RunConfig) -> None:

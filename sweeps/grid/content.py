@@ -16,7 +16,7 @@ NAMES = {f"data.{name}" for name in CONTENT}
 
 
 class Texts:
-    """The training corpora of a grid's runs. Each is read once."""
+    """The training corpora of a grid's runs, each read once."""
 
     def __init__(self, base: RunConfig | None = None) -> None:
         self._known = dict[tuple[object, ...], tuple[DataConfig, int]]()
@@ -44,7 +44,7 @@ def _key(data: DataConfig) -> tuple[object, ...]:
 
 
 def _read(data: DataConfig) -> tuple[DataConfig, int]:
-    """Return a corpus's config with paths and fingerprints, and its vocabulary size. May print a note on its split."""
+    """Return a corpus's config with paths and fingerprints, and its vocabulary size. May print a note on the split."""
     from ...train.data.split import Blocks, split_corpus
     from ...train.data.tokenizers import planned_fingerprint, planned_vocab_size
 

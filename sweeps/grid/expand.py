@@ -24,7 +24,7 @@ CUT = ("data.recipe", "data.sequence_length", "data.separate_documents")  # data
 def expand_grid(
     grid: GridConfig, base: RunConfig, tuning: TuningConfig | None = None, present: Iterable[RunConfig] = ()
 ) -> list[RunConfig]:
-    """Return the distinct runs of a grid in order; D of `present` runs counts for tuning.horizon=size."""
+    """Return a grid's distinct runs in order; `present`: the sweep's runs, whose D count for tuning.horizon=size."""
     check_fields(grid, "grid.")
     tuner = Tuner(tuning or TuningConfig())
     check_fields(tuner.rules, "tuning.")

@@ -26,7 +26,7 @@ from .tuning import Tuner
 
 
 def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
-    """Add the runs of the sweep's grid with changed fields, or of the grid in a YAML file. Returns the new run ids."""
+    """Add the runs of the sweep's grid with `overrides`, or of the grid in a YAML file. Returns the new run ids."""
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs either overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)

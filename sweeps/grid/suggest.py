@@ -173,7 +173,7 @@ def suggest_runs(
 def _affordable(
     market: Market, table: RunTable, budget: float, seeds: int, max_flops: float | None, min_steps: int
 ) -> list[Offer]:
-    """Return the candidates that `budget` and `max_flops` allow. Raises NothingToSuggest if there are none."""
+    """Return the candidate runs that `budget` and `max_flops` allow. Raises NothingToSuggest if there are none."""
     upper, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
     lower = BELOW * float(min(table.flops))
     offered: list[Offer] = []
@@ -405,7 +405,7 @@ class Market:
 
 
 def sizes(base: ModelConfig, within: Range) -> list[ModelConfig]:
-    """Return the models whose FLOPs and D/N are in the range at some D, smallest first."""
+    """Return the models whose FLOPs and D/N at some D are in the range `within`, smallest first."""
     low = math.sqrt(within.least_flops / (6 * within.most_ratio)) / 4  # small models spend more than 6 N a token
     high = math.sqrt(within.most_flops / (6 * within.least_ratio))
     models: dict[int, ModelConfig] = {}

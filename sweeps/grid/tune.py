@@ -170,7 +170,7 @@ def settings_of(run: RunConfig) -> Settings:
 
 
 def tried_settings(sweep: SweepDirectory) -> Tried:
-    """Map (N, D) to (settings, loss) pairs of finished runs, and with expected losses of runs stopped as hopeless."""
+    """Map (N, D) to (settings, loss) pairs of runs: the final loss, or the expected one if stopped as hopeless."""
     tried: dict[tuple[int, int], list[Any]] = {}
     for run in members(sweep):
         summary = run.summary() if run.is_done() else None

@@ -111,7 +111,10 @@ class Tuner:
         return min(shortest, run.tokens), max(longest, run.tokens)
 
     def dialled(self, run: RunConfig) -> RunConfig:
-        """Return the run with width and heads by depth if tuning.dial is set, and missing D by tokens_per_parameter."""
+        """Return the run with width and heads that follow from its depth, if tuning.dial is set.
+
+        A missing D is set by tuning.tokens_per_parameter.
+        """
         model, tokens = run.model, run.tokens
         if self.rules.dial:
             model = architectures.of_depth(model)
@@ -126,7 +129,7 @@ def power(rule: PowerRule, N: float, D: float, batch: float) -> float | None:
 
 
 def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length: int, ranks: int = 1) -> int:
-    """Return the sequences per step: of 1, 2, 3, 4, 6, 8, ... the multiple of `ranks` nearest to the batch rule's.
+    """Return the sequences per step: the multiple of `ranks` in 1, 2, 3, 4, 6, 8, ... nearest to the batch rule's.
 
     A run of `shortest` tokens keeps at least rules.min_steps steps, if `ranks` allows. See Power Lines, section 4;
     Step Law, equation 1.

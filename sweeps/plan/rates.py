@@ -82,7 +82,7 @@ class Calibration:
         return math.exp((1 - part) * math.log(measured[below][0]) + part * math.log(measured[above][0]))
 
     def runs(self, kinds: Collection[str]) -> int:
-        """Return the number of measured runs of all these kinds, or 0 if one kind has none."""
+        """Return the number of measured runs of these kinds together, or 0 if one kind has none."""
         counts = [sum(count for _, count in self.rates.get(kind, {}).values()) for kind in kinds]
         return sum(counts) if all(counts) else 0
 
@@ -139,7 +139,7 @@ def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibrati
 
 
 def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
-    """Add measured rates to calibration.json. Returns a sentence about a problem, or None."""
+    """Add measured rates to calibration.json. Returns a sentence if there is a problem, else None."""
     from filelock import FileLock, Timeout  # slow to import, and status needs no lock
 
     measured, file = list(measured), _file()
@@ -184,7 +184,7 @@ class Places:
 
 
 def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
-    """Return how many jobs of `ranks` ranks run at once, and with what; `rate`: peak FLOP/s of a core or rank."""
+    """Return how many jobs of `ranks` ranks run at once, and their resources; `rate`: peak FLOP/s of a core or rank."""
     if cluster.kind == "slurm":
         return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
     cores = usable_cores()
@@ -211,7 +211,7 @@ print(2 * 512**3 / best)
 
 
 def core_flops_per_second(seconds: float = 0.4) -> float:
-    """Measure the fp32 matmul FLOP/s of one core, in a subprocess."""
+    """Measure the fp32 matmul FLOP/s of one core for `seconds`, in a subprocess."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(names, "1")}
     trial = [sys.executable, "-c", _TRIAL.format(seconds=seconds)]

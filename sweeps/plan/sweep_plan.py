@@ -52,7 +52,7 @@ def plan_runs(
     threads: int | None = None,
     measured: Calibration | None = None,
 ) -> Plan:
-    """Plan the cost, order and placement of runs, with their trunks and branches.
+    """Plan the cost, order and placement of runs.
 
     Args:
         flops_per_second: Matmul peak of one job, all ranks together.

@@ -3,7 +3,7 @@
 A trunk is a run that also saves checkpoints where its branches begin (`checkpoint.at_steps`); a branch has a `parent`.
 Neither field changes the run id or the result: trained alone, a branch gives the same bits.
 
-Haegele et al. 2024 (arXiv 2405.18392), section 5: a scaling law from one constant-rate run and a cooldown for each D.
+See Haegele et al. 2024 (arXiv 2405.18392), section 5.
 """
 
 from __future__ import annotations

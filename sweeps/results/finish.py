@@ -47,7 +47,7 @@ MADE = ("*.csv", "tuning.yaml", COSTS, "fit/law.json", "fit/*.html", "fit/*.png"
 
 
 def write_results(sweep: SweepDirectory, targets: list[float] | None = None, force: bool = False) -> dict[str, Any]:
-    """Write table.csv, costs.json, fit/law.json and the pages if they are out of date. Returns the analysis.
+    """Write table.csv, costs.json, fit/law.json and the pages if they are out of date. Returns the laws.
 
     Args:
         targets: FLOP budgets to extrapolate to; None: those of the sweep's config.

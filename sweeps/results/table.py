@@ -79,7 +79,7 @@ def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def name_texts_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put the corpus before the recipe if held-out texts differ, because `fit` fits each recipe separately."""
+    """Put the corpus before the recipe's name if held-out texts differ, because `fit` fits each recipe separately."""
     names: dict[str, set[str]] = {}
     for row in rows:
         names.setdefault(row["corpus"], set()).add(row["held_out"])

@@ -133,7 +133,7 @@ def _push_scores(run: RunDirectory, view: Tracker) -> None:
 
 
 def score_records(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return a record per scored checkpoint, in order: step, tokens, and `eval/task/metric`."""
+    """Return a record per scored checkpoint, in order, with step, tokens, and each score as `eval/<task>/<metric>`."""
     names = [name for name in (*SCORES, *MORE) if "items" not in name and name != "chance"]
     return [
         {"step": step, "tokens": scored.get("tokens")}
