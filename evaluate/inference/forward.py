@@ -1,8 +1,8 @@
 """The forward pass of a GPT for inference: its own blocks, with attention over what the caller keeps.
 
 Tokens are one flat list, so no padding is computed, and only the caller's attention knows which tokens belong together.
-On a CPU a small model's cost per token is its number of operations. Its matrices are kept a second time there, packed
-in oneDNN's order: products of 16 rows took two thirds of the time, those of 500 rows four fifths.
+On a CPU a small model's matrices are kept a second time, packed in oneDNN's order: products of 16 rows took two thirds
+of the time.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Forward:
                 block.attention = _Absorbed(block.attention)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
-        """Run the model on tokens (n,); return the input of the output head, (n, width), or (m, width) with `read`.
+        """Run the model on tokens (n,); return the output head's input, (n, width), or (m, width) with `read`.
 
         Args:
             positions: (n,) position of each token in its sequence, below `model.max_length`.
             attend: Computes softmax(Q K^T / sqrt(d)) V over the tokens that each token sees.
-            read: (m,) indices of the tokens to return; None for all. In the last block `attend` gets only their queries
-                (m, heads, d), with all keys and values.
+            read: (m,) indices of the tokens to return; None for all. In the last block `attend` gets the queries of
+                these alone, (m, heads, d), and all keys and values.
         """
         model = self.model
         x = model.embedding(tokens)
@@ -101,9 +101,9 @@ class _Packed(nn.Module):
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Return whether packed matrix products of this type work here.
+    """Return whether oneDNN's packed matrix products work for this dtype here.
 
-    They are not public in PyTorch, so one is tried.
+    PyTorch does not document them, so one is tried.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -147,16 +147,16 @@ def attention_by_sequence(
     masks: Sequence[Tensor | None],
     window: int | None = None,
 ) -> Tensor:
-    """Compute attention within each of several concatenated sequences, without padding. Returns (m, heads, d).
+    """Compute attention within each of several concatenated sequences, without padding. Returns (m, heads, v).
 
     Args:
         query: (m, heads, d).
         key: (n, kv_heads, d).
-        value: (n, kv_heads, d or less).
+        value: (n, kv_heads, v), v at most d.
         asking: Number of queries of each sequence; the sum is m.
         lengths: Number of tokens of each sequence; the sum is n.
-        masks: Added to the scores of each sequence, (1, 1, asking, length). None: causal attention with all tokens, or
-            only the last one, as queries.
+        masks: Added to the scores of each sequence, (1, 1, queries, tokens). None: causal, with queries of all tokens
+            or of the last one alone.
         window: Attention window that the masks express.
     """
     parts = []
@@ -207,22 +207,25 @@ class Cache:
             store[:, target] = store[:, source]
 
     def places(self, rows: Ids, positions: Ids) -> Tensor:
-        """Return the indices (n kv_heads,) of positions (n,) in rows (n,), with (row, head, position) flattened."""
+        """Return flat indices (n * kv_heads,) into one block's (row, kv_head, position) for n tokens.
+
+        Token i is at `positions[i]` of row `rows[i]`.
+        """
         heads, length = self.keys.shape[2:4]
         places = (rows[:, None] * heads + np.arange(heads)) * length + positions[:, None]
         return torch.from_numpy(places.ravel()).to(self.keys.device)
 
     def write(self, block: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store keys and values (n, kv_heads, head size) of one block at `places`."""
+        """Store keys and values (n, kv_heads, head size) of one block at the indices from `places()`."""
         for store, new in zip(self._stores, (key, value), strict=False):
             size = new.shape[-1]
             store[block].view(-1, size).index_copy_(0, places, new.reshape(-1, size))
 
     def step(self, row: int, positions: Ids, first: Ids) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        """Return the `Attend` function of a decoding step: one new token in each of B rows, stored in the cache too.
+        """Return the `Attend` function for one new token in each of B rows; it also stores their keys and values.
 
         Args:
-            row: First of the B rows.
+            row: First of the B consecutive rows.
             positions: (B,) position of each new token.
             first: (B,) first position that each token sees.
         """

@@ -2,7 +2,7 @@
 
 - Batching is continuous: a finished text leaves and a waiting one takes its row of the cache.
 - Every prompt has its own random stream, one number per token, so its text does not depend on other prompts.
-- A text longer than the context waits again with its last tokens: all positions change, so they are computed again.
+- A text longer than the context is computed again from its last tokens, because all positions change.
 
 Yu et al. 2022 (Orca); Holtzman et al. 2020 (arXiv:1904.09751).
 """
@@ -54,7 +54,7 @@ def generate_texts(
     done: Callable[[int, list[int] | None], None] | None = None,
     **options: Any,
 ) -> list[list[int] | None]:
-    """Generate at most `max_tokens` tokens after each prompt; return them, or None where the logits were NaN.
+    """Generate up to `max_tokens` tokens after each prompt; return those of each prompt, None if its logits were NaN.
 
     Args:
         prompts: Token ids; no prompt is empty.
@@ -93,7 +93,10 @@ def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0,
 
 
 def decode_speed(model: GPT) -> dict[str, Any] | None:
-    """Measure the seconds per greedy token at the end of the context (minimum and median); None if logits are NaN."""
+    """Return the least `seconds` and the `median` per greedy token near the end of the context, and the `device`.
+
+    Returns None if logits are NaN.
+    """
     context, device, times = model.max_length, model.cos.device, list[float]()
     prompt = [int(model.end_of_document == 0)] * (context - min(TIMED_END, context // 2))
     generation, until = None, time.perf_counter() + TIMED_SECONDS
@@ -164,7 +167,7 @@ class Generation:
 
     @torch.inference_mode()
     def step(self, finished: Callable[[list[int]], bool]) -> list[Prompt]:
-        """Compute one token for every prompt that runs or starts now; return the prompts that have ended."""
+        """Compute one token for each prompt that runs or now starts; return the prompts that ended or failed."""
         if self.max_tokens < 1:
             ended, self.waiting = list(self.waiting), deque()
             return ended
@@ -176,7 +179,7 @@ class Generation:
         return ended
 
     def _decode(self) -> tuple[list[Prompt], Tensor | None]:
-        """Run the model on each running prompt's last token; return these prompts and the logits."""
+        """Run the model on each running prompt's last token; return these prompts and the logits, None if none runs."""
         requests, parts, start = self.running, list[Tensor](), 0
         tokens = [request.text[-1] for request in requests]
         lengths = np.array([len(request.text) for request in requests])
@@ -193,7 +196,7 @@ class Generation:
         return requests, torch.cat(parts) if parts else None
 
     def _prefill(self) -> tuple[list[Prompt], Tensor | None]:
-        """Run the model on waiting prompts that fit; return them and the logits (None if memory ran out)."""
+        """Run the model on waiting prompts that fit; return them and logits, None if none fits or memory ran out."""
         joined = self._admit()
         if not joined:
             return [], None
@@ -272,9 +275,9 @@ class Generation:
 
 
 def prefill_prompts(forward: Forward, cache: Cache, texts: Sequence[Sequence[int]], first_row: int = 0) -> Tensor:
-    """Run the model on texts, store their keys and values in the cache from row `first_row` on, and return logits.
+    """Run the model on texts; return the logits after the last token of each text, (texts, vocabulary).
 
-    These are the logits after the last token of each text, (texts, vocabulary).
+    The texts' keys and values are stored in the cache from row `first_row` on.
     """
     model, device = forward.model, forward.model.cos.device
     lengths = [len(text) for text in texts]
@@ -304,7 +307,7 @@ def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
 def decode_tokens(
     forward: Forward, cache: Cache, tokens: Sequence[int], positions: Ids, first: Ids, first_row: int = 0
 ) -> Tensor:
-    """Run the model on one new token in each row of the cache from `first_row` on; return logits (rows, vocabulary).
+    """Run the model on one new token in each cache row from `first_row` on; return logits (rows, vocabulary).
 
     `tokens`, their `positions` and the `first` position that each token sees are (rows,).
     """
@@ -317,10 +320,10 @@ def decode_tokens(
 
 
 def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose one token per row of logits (rows, vocabulary): temperature first, then top-k, then top-p.
+    """Choose one token per row of logits (rows, vocabulary); return the tokens and which rows have a NaN, (rows,) each.
 
-    `uniforms` (rows,) float64 in [0, 1) are not used if the temperature is 0. The second result (rows,) is True for
-    rows with a NaN, whose token has no meaning.
+    The temperature applies first, then top-k, then top-p. `uniforms`: (rows,) float64 in [0, 1), unused at temperature
+    0. The token of a row with a NaN has no meaning.
     """
     highest, greedy = logits.max(dim=1)  # a NaN counts as the highest
     if sampling.temperature == 0:
@@ -340,7 +343,10 @@ def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = 
 
 
 def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the highest probabilities per row, falling, and their tokens: the top k, normalised, or at least top-p."""
+    """Return each row's highest probabilities, falling, and their tokens.
+
+    With `top_k` these are that many, normalised; otherwise enough to sum to `top_p`.
+    """
     vocabulary = probabilities.shape[1]
     if sampling.top_k:
         likely, tokens = probabilities.topk(min(sampling.top_k, vocabulary), dim=1)
@@ -355,7 +361,7 @@ def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Ten
 
 
 def _drawn(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw an index per row: the first whose cumulative sum exceeds `uniforms` times the total. Returns (rows, 1)."""
+    """Return, per row, the first index whose cumulative sum exceeds `uniforms` times the row's total: (rows, 1)."""
     cumulative = probabilities.cumsum(1)
     total = cumulative[:, -1:]
     # Below the total even after rounding, or a place of probability 0 could be chosen.

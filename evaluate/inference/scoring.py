@@ -1,9 +1,9 @@
 """Log-probabilities of continuations after their prefixes; what requests share is computed once.
 
 Requests are packed as trees of tokens (`trees.py`), and matrices multiply all tokens of a batch as one list
-(`forward.py`). The last block and the logits are computed only for tokens that a request reads, a few at a time: an
-array of (tokens, vocabulary) never exists. If memory runs out, the batch is halved. Sums over tokens are float64, so
-batching changes nothing except the rounding of the model itself.
+(`forward.py`). The last block and the logits are computed only for tokens that a request reads, a few at a time. If
+memory runs out, the batch is halved. Sums over tokens are float64, so batching changes nothing except the rounding of
+the model itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Scorer:
         self._costs = Costs(token=2 * block, pair=2 * ATTENTION_SLOWNESS * config.heads * config.head_dim)
 
     def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
-        """Return (log-probability in nats, whether it is the greedy output) of each request's continuation.
+        """Return, per request, the log-probability of its continuation in nats, and whether greedy decoding writes it.
 
         `done` is called after every batch. Raises UserError if there is not enough memory for a single request.
         """
@@ -81,7 +81,10 @@ class Scorer:
         return None
 
     def _isolated(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]]:
-        """Score a batch. A request that is NaN in a shared tree is scored again alone, because NaN passes masks."""
+        """Score a batch; return (request index, score) pairs.
+
+        NaN passes masks, so a request that is NaN in a shared tree is scored again alone.
+        """
         scored = self._pass(batch)
         company = {one.place for tree in batch if len(tree.scored) > 1 for one in tree.scored}
         return [
@@ -106,9 +109,9 @@ class Scorer:
         return [(one.place, (float(s), bool(g))) for one, s, g in zip(scored, sums, greedy, strict=True)]
 
     def _targets(self, hidden: Tensor, reader: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each target's log-probability (p,), and whether it is the likeliest token (p,).
+        """Return each target's log-probability, and whether it is the likeliest token, (p,) each.
 
-        Target i follows row `reader[i]` of `hidden` (u, width).
+        Row `reader[i]` of `hidden` (u, width) predicts target i.
         """
         order = np.argsort(reader, kind="stable")
         rising, ids = reader[order], self._put(targets[order])
@@ -128,7 +131,7 @@ class Scorer:
 
 
 def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each target's log-probability (p,), and whether it is the argmax (p,). Target i uses `logits[rows[i]]`."""
+    """Return each target's (p,) log-probability, and whether it is the argmax (p,). Target i uses `logits[rows[i]]`."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     nats = torch.log_softmax(logits, dim=1)[rows, targets]  # half the time of logsumexp on CPUs
     hits = logits[rows, targets] == logits.amax(dim=1)[rows]
@@ -149,7 +152,7 @@ def _attention(batch: list[Tree], model: GPT, device: torch.device, read: Tensor
 
 
 def _mask(batch: list[Tree], longest: int, model: GPT, device: torch.device) -> Tensor:
-    """Return the attention mask of trees that is added to scores, 0 or -inf: (rows, 1, longest, longest)."""
+    """Return a mask to add to attention scores, 0 or -inf: (trees, 1, longest, longest)."""
     # Padding sees itself and earlier padding: a row of nothing but -inf would be NaN.
     ends = _padded([tree.ends for tree in batch], longest, device)
     index = torch.arange(longest, dtype=torch.int32, device=device)
@@ -187,7 +190,10 @@ def _one_by_one(batch: list[Tree], model: GPT, device: torch.device, read: Tenso
 
 
 def _side_by_side(batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> Attend:
-    """Return an `Attend` function over a padded batch, one tree per row. The last block has queries of `read` only."""
+    """Return an `Attend` function that pads a batch to one tree per row.
+
+    The last block has queries of the tokens `read` only. Not `masked`: plain causal attention.
+    """
     sizes = np.array([len(tree) for tree in batch])
     longest = int(sizes.max())
     column, starts = np.arange(longest), np.cumsum(sizes) - sizes

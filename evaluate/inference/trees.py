@@ -1,4 +1,4 @@
-"""Requests as trees of tokens, in which a shared prefix occurs once. Pure functions of NumPy arrays.
+"""Requests as trees of tokens, in which a shared prefix occurs once.
 
 In preorder a token i sees a token j exactly if j <= i < end(j), where j's branch ends. In lexicographic order, the
 prefix that a request shares with any earlier one it also shares with the one just before it. A request joins the tree
@@ -25,7 +25,7 @@ class Request:
 
     @property
     def inputs(self) -> Ids:
-        """Return the tokens that the model reads: all but the last one, which is only predicted."""
+        """Return the tokens of this request that the model reads: all but the last one, which is only predicted."""
         return np.asarray([*self.prefix, *self.continuation[:-1]], dtype=np.int64)
 
 
@@ -68,9 +68,10 @@ class Costs:
 def plan_trees(
     requests: Sequence[Request], waiting: Sequence[int], costs: Costs, largest: int, end_of_document: int | None = None
 ) -> list[Tree]:
-    """Pack the requests with the indices `waiting` into trees of at most `largest` tokens, if sharing pays by `costs`.
+    """Pack the requests with indices `waiting` into trees of at most `largest` tokens.
 
-    A longer request has a separate tree. No token sees those before the last `end_of_document` that precedes it.
+    A request joins the tree before it if that costs no more by `costs`; one over `largest` has a separate tree. No
+    token sees what precedes the last `end_of_document` before it.
     """
     growing: list[_Growing] = []
     for place, inputs in ordered(requests, waiting):
@@ -86,7 +87,7 @@ def plan_trees(
 
 
 def ordered(requests: Sequence[Request], waiting: Sequence[int]) -> list[tuple[int, Ids]]:
-    """Return (index, inputs) of the requests with the indices `waiting`, in lexicographic order of the inputs."""
+    """Return (index, input tokens) of the requests with indices `waiting`, in lexicographic order of the tokens."""
     inputs = {place: requests[place].inputs for place in waiting}
     # Big-endian numbers of four bytes compare as their bytes do.
     order = sorted(waiting, key=lambda place: inputs[place].astype(">u4").tobytes())
@@ -100,7 +101,7 @@ def shared_length(first: Ids, second: Ids) -> int:
 
 
 def tree_batches(trees: Sequence[Tree], batch_tokens: int) -> Iterator[list[Tree]]:
-    """Yield batches of at most `batch_tokens` rows times length, longest trees first.
+    """Yield batches of at most `batch_tokens` tokens after padding, longest trees first.
 
     Trees with branches, which need a mask, are in separate batches.
     """
