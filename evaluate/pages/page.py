@@ -1,10 +1,9 @@
 """The pages of this room: Jinja2 templates that become one self-contained HTML file each.
 
 - Everything is escaped, and control and direction characters are spelled out (‹U+202E›), as they reorder or hide text.
-- A Content-Security-Policy names our own script and style by their hashes, so nothing else may run, load or send even
-  if an escape were missed; there are no style attributes either.
-- `templates/charts.html` draws SVG without a script. The dots of a colour are one path of lines of no length with round
-  ends: a thousand take 12 kB, separate elements ten times that.
+- A Content-Security-Policy names our script and style by their hashes, so nothing else may run, load or send.
+- `templates/charts.html` draws SVG without a script. The dots of a colour are one path: a thousand take 12 kB,
+  separate elements ten times that.
 """
 
 from __future__ import annotations
@@ -130,12 +129,12 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def number(value: float | None, digits: int = 3, sign: str = "") -> str:
-    """Format as 0.123, or – if it is no finite number; with `sign` "+" positive numbers have a sign too."""
+    """Format with `digits` decimals, or as – if not finite; with `sign` "+" positive numbers have a sign too."""
     return f"{value:{sign}.{digits}f}".replace("-", "−") if is_number(value) else "–"
 
 
 def with_error(value: float | None, error: float | None, digits: int = 3) -> str:
-    """Format as 0.123 ± 0.004, or the value alone."""
+    """Format as 0.123 ± 0.004, or the value alone if the error is unknown."""
     return number(value, digits) + (f" ± {error:.{digits}f}" if is_number(value) and is_number(error) else "")
 
 
@@ -248,7 +247,7 @@ class Panel:
 
     @property
     def paths(self) -> list[tuple[str, str, str]]:
-        """Return (CSS classes, row numbers, SVG path) of the dots of each colour."""
+        """Return (CSS classes, row numbers joined by commas, SVG path) of the dots of each colour."""
         return [
             (
                 f"{kind} {colour}",
@@ -265,7 +264,7 @@ class Panel:
 
     @property
     def ways(self) -> list[tuple[str, str]]:
-        """Return (CSS class of the colour, SVG path) of each line."""
+        """Return (CSS class of the colour, SVG path) for each of `lines`."""
         ways = ((colour, [f"{self.x(x)} {self.y(y)}" for x, y in points]) for colour, points in self.lines)
         return [(colour, "M" + "L".join(points)) for colour, points in ways]
 

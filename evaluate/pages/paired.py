@@ -2,8 +2,8 @@
 
 All runs answer the same items, so an item that is hard for all of them tells nothing of their difference: its error is
 that of the paired differences. How far apart the furthest two of so many runs would lie by luck is drawn: item by item
-all differences keep their sign, or change it together. The second question is that of DataDecide (Magnusson et al.
-2025, arXiv:2504.11393).
+all differences keep their sign, or change it together. The second question is DataDecide's (Magnusson et al. 2025,
+arXiv:2504.11393).
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequenc
 
 
 def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice]) -> Paired | None:
-    """Compare runs over the items that all of them answered; None if these are fewer than `FEWEST`.
+    """Compare runs over the items that all of them answered; None for one run, or fewer than `FEWEST` items.
 
-    `answers`: run -> item -> value.
+    `answers`: run -> item -> value of a measure; `choices`: four runs each, see `Choice`.
     """
     shared = sorted(set.intersection(*map(set, answers.values()))) if len(answers) > 1 else []
     if (n := len(shared)) < FEWEST:
@@ -91,7 +91,7 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
     by_luck = [np.max(np.abs(part[:, i] - part[:, j]) / error, axis=1, initial=0.0) for part in drawn]
 
     def z_of(difference: Any) -> Any:
-        """Convert z-scores with errors about zero to errors about the mean; bounded if all items differ equally."""
+        """Convert mean / (root mean square / sqrt(n)) to mean / (standard deviation / sqrt(n)), with an upper bound."""
         return difference * np.sqrt((n - 1) / np.maximum(n - difference**2, 1e-4 * n))
 
     z = z_of(difference)
@@ -101,7 +101,10 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
         a, b, c, d = np.array(known_choices).T
 
         def agreeing(score: np.ndarray) -> np.ndarray:
-            """Return, per row of scores, the share of choices on which small and large runs agree; ties count half."""
+            """Return, per row of scores (rows, runs), the share of choices that small and large runs rank alike.
+
+            Ties count half.
+            """
             return (np.sign(score[:, a] - score[:, b]) * np.sign(score[:, c] - score[:, d]) / 2 + 0.5).mean(axis=1)
 
         resampled = rng.multinomial(n, np.full(n, 1 / n), DRAWS) @ scores.T / n

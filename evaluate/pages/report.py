@@ -1,8 +1,7 @@
 """Show one checkpoint's scores as a page (`templates/checkpoint.html`) and as a plain table.
 
-Warnings come before numbers, chance is next to accuracy, and a withheld number is never a zero. Two checkpoints
-are compared item by item: what is hard for one is hard for both, so the error of the mean difference is far smaller
-than two separate errors suggest.
+A withheld number is never a zero. Two checkpoints are compared item by item: what is hard for one is hard for both, so
+the error of the mean difference is far smaller than two separate errors suggest.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ VERDICTS = ("acc", "exact_match", "acc_norm")
 def checkpoint_page(scores: Scores, items: Items = (), against: Other | None = None) -> str:
     """Return a self-contained HTML page of a checkpoint: the scores from `Evaluator.evaluate`, and its items.
 
-    `against`: scores and items of another checkpoint, which are compared item by item.
+    `against`: scores and items of another checkpoint, to compare item by item.
     """
     name, worst = scores.get("name") or scores["run_id"], (scores.get("held_out") or {}).get("worst")
     tasks = {task: task_scores for task, task_scores in scores["tasks"].items() if not _is_domain(task_scores)}
@@ -117,7 +116,7 @@ def _suites(scores: Scores) -> list[str]:
 
 
 def _is_domain(task: Scores) -> bool:
-    """Return whether a task scores whole texts: it has bits per byte and no answer."""
+    """Return whether a task scores whole texts: it has bits per byte, but no questions with answers."""
     return task.get("bpb") is not None and task.get("acc") is None and task.get("gold_bpb") is None
 
 
@@ -182,14 +181,14 @@ class Difference:
 
 
 def _key_of(item: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a key that two items share if they are the same question; the index in the dataset is not enough."""
+    """Return a key that is equal for two items exactly if they are the same question, unlike the dataset's index."""
     return (item.get("task"), item.get("index"), item.get("prompt"), tuple(item.get("choices") or ()))
 
 
 def paired_differences(
     items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]
 ) -> dict[str, dict[str, Difference]]:
-    """Return task -> measure -> difference of two checkpoints, over the items for which both have a number."""
+    """Return task -> measure (such as acc) -> difference of two checkpoints on the items where both have a number."""
     others_by_key = {_key_of(item): item for item in others}
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for item in items:
@@ -224,14 +223,14 @@ def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Diffe
 
 
 def is_right(item: Mapping[str, Any]) -> bool | None:
-    """Return whether an item was answered correctly; None if its task has no right answers (text by domain)."""
+    """Return whether an item was answered correctly; None if no metric says so, as for whole texts."""
     values = item.get("values") or {}
     names = [*VERDICTS, *sorted(name for name in values if name.startswith("exact_match"))]
     return next((values[name] >= 0.5 for name in names if is_number(values.get(name))), None)
 
 
 def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, Any]:
-    """Return the data of the page's script: the items with the answers of one or both checkpoints."""
+    """Return the data of the page's script: items with answers of this checkpoint, and of `against` if given."""
     others = {_key_of(item): item for item in against[1]} if against else {}
     tasks = task_order(scores, items)
     places = {task: place for place, task in enumerate(tasks)}

@@ -1,9 +1,7 @@
 """A sweep's benchmarks as one page: tasks by compute, loss against accuracy, and which tasks are informative.
 
 The best run of a budget is the one with the lowest held-out loss: the best of many noisy scores would look monotone
-by luck. Every panel is static SVG; the script adds what a pointer wants.
-
-What tells runs apart is asked in `paired.py`; a measure that is within its noise has no trend either.
+by luck. What tells runs apart is asked in `paired.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
     """Return a self-contained HTML page of a sweep's scores.
 
     `rows`: one per checkpoint, with run_id, name, step, final, N, D, flops, loss, recipe (or None), `tasks` (scores by
-    task) and perhaps `budget`, which groups the runs. By run_id: `answers` are the items' scores of the final
-    checkpoint, and `links` the relative path of its page.
+    task) and perhaps `budget`, which groups the runs. `answers` and `links` give, by run_id, the final checkpoint's
+    score on each item, and the relative path of that checkpoint's page.
     """
     sweep = Sweep.of(rows)
     scored = sorted({name for row in sweep.rows for name in row["tasks"]})
@@ -113,7 +111,7 @@ class Sweep:
         )
 
     def shade(self, place: int) -> str:
-        """Return the CSS class of shade number `place` of N."""
+        """Return the CSS class of the colour at index `place` of `shades`."""
         spread = round(place * (SHADES - 1) / (len(self.shades) - 1)) if len(self.shades) > 1 else SHADES - 2
         return f"n{spread}"
 
@@ -121,7 +119,7 @@ class Sweep:
         return f"r{self.recipes.index(recipe) % SHADES}"
 
     def value(self, place: int, task: str, keys: Sequence[str]) -> Value | None:
-        """Return (score, standard error) of row `place` on a task, for the first of `keys` that it has, or None."""
+        """Return (score, standard error) of row `place` on a task under the first of `keys` that it has, or None."""
         scores = self.rows[place]["tasks"].get(task, {})
         key = next((key for key in keys if is_number(scores.get(key))), None)
         if key is None:
@@ -130,7 +128,7 @@ class Sweep:
         return scores[key], error if is_number(error) else None
 
     def best(self, recipe: str | None = None) -> list[int]:
-        """Return each budget's row index of the finished run with the lowest held-out loss, with `recipe` if given."""
+        """Return the row indices of each budget's finished run with the lowest held-out loss, of `recipe` if given."""
         return [place for group in self.budgets if (place := self._lowest(group, recipe)) is not None]
 
     @cached_property
@@ -146,7 +144,7 @@ class Sweep:
         return min(candidates, key=lambda place: self.rows[place]["loss"], default=None)
 
     def best_of_each(self) -> dict[str, int]:
-        """Return recipe -> row index of its best run, at the largest budget that all recipes have, if any."""
+        """Return recipe -> row index of its best run at the largest budget that has all recipes; empty if none has."""
         for group in reversed(self.budgets):
             best = {recipe: self._lowest(group, recipe) for recipe in self.recipes}
             if all(place is not None for place in best.values()):
@@ -159,9 +157,9 @@ def recipe_of(row: Row) -> str:
 
 
 def _budgets(rows: Sequence[Row]) -> list[list[int]]:
-    """Group the row indices of finished runs by `budget`, if all rows have it; return groups by rising FLOPs.
+    """Group the row indices of finished runs by compute budget, in rising order.
 
-    Otherwise runs whose FLOPs differ by less than a factor SAME_BUDGET form a group.
+    Unless all these have a `budget`, runs whose FLOPs differ by less than a factor SAME_BUDGET form a group.
     """
     final = [place for place, row in enumerate(rows) if row.get("final", True)]
     groups: dict[float, list[int]] = {}
@@ -176,7 +174,7 @@ def _budgets(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return Spearman's correlation; None below three points, or if one side does not vary."""
+    """Return Spearman's correlation of x and y; None below three points, or if either is constant."""
     from scipy.stats import spearmanr
 
     return None if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0 else float(spearmanr(x, y).statistic)
@@ -191,7 +189,7 @@ class Trend:
 
     @property
     def steps(self) -> list[bool]:
-        """Return, for each budget but the last, whether the next one has a lower value."""
+        """Return, for each budget but the last, whether bits per byte are lower at the next one."""
         return [later < before for before, later in zip(self.values, self.values[1:], strict=False)]
 
     @property
@@ -209,9 +207,9 @@ def trend(sweep: Sweep, task: str) -> Trend | None:
 
 
 def choices(sweep: Sweep) -> list[Choice]:
-    """List the choices between two recipes, or two sizes, that a smaller budget offers as well as the largest one.
+    """List the choices between two recipes, or else two sizes, that both a smaller and the largest budget offer.
 
-    Each is four row indices: the two at the smaller budget, then at the largest.
+    Each is four row indices: the best run of either at the smaller budget, then at the largest.
     """
     made: list[dict[Any, int]] = []
     for group in sweep.budgets:
@@ -232,7 +230,7 @@ def choices(sweep: Sweep) -> list[Choice]:
 
 
 def strength(signal: Signal) -> float:
-    """Return z / threshold for the better of a task's two measures."""
+    """Return z / threshold of the better of a task's two measures; 0 if neither was compared."""
     return max((one.z / one.threshold for one in signal.values() if one), default=0.0)
 
 
@@ -302,7 +300,10 @@ def _said(row: Row) -> str:
 def _recipe_rows(
     sweep: Sweep, tasks: Sequence[str], best: Mapping[str, int]
 ) -> list[tuple[str, dict[str, Value | None], float | None, int]]:
-    """List (name, value by recipe, lowest value, digits) for held-out loss and each task's bits per byte."""
+    """List (name, value by recipe, lowest value, decimals) for held-out loss and each task's bits per byte.
+
+    `best`: recipe -> row index.
+    """
     losses = {recipe: sweep.rows[place].get("loss") for recipe, place in best.items()}
     rows: list[tuple[str, dict[str, Value | None], int]] = [
         ("held-out loss", {recipe: (loss, None) if is_number(loss) else None for recipe, loss in losses.items()}, 4)
