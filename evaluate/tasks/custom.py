@@ -1,13 +1,12 @@
 """The user's own tasks: a .jsonl file of questions, lm-eval's YAML, or a folder of text.
 
 Examples of a file are drawn by a hash of (seed, task, item), so an item has the same examples at every limit. Mistakes
-in YAML that lm-eval ignores (a file that does not parse, two tasks with one name) are errors here, and data files are
-found next to the YAML. Python of such a folder (`!function`, a metric's script) runs only with `allow_code`.
+in YAML that lm-eval ignores, such as two tasks with one name, are errors here. Python of such a folder (`!function`, a
+metric's script) runs only with `allow_code`.
 
 A folder of text is a perplexity suite, scored in bits per byte by domain (Paloma: Magnusson et al. 2023). A domain is a
 folder one level down, or a file of many documents; plain text files in the folder itself are one domain together. Only
-the first `DOCUMENT_BYTES` bytes of a document count, so that no book dominates a domain; a single plain text is cut
-into pieces of that size.
+the first `DOCUMENT_BYTES` bytes of a document count; a single plain text is cut into pieces of that size.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ def load_custom(
 ) -> dict[str, SuiteTask]:
     """Load the task of a .jsonl file, or every task of a file or a folder (with subfolders) of lm-eval YAML.
 
-    `shots`: examples before each question, added to the names as `@shots`; 0 uses a YAML's own `num_fewshot`.
-    `allow_code`: whether the YAML may run Python. Raises UserError if a file is invalid.
+    `shots`: examples before each question, added to the names as `@shots`; 0: a YAML's `num_fewshot`. `limit`: items
+    per task. `allow_code`: whether the YAML may run Python. Raises UserError if a file is invalid.
     """
     path = Path(path).expanduser()
     if path.is_dir():
@@ -75,7 +74,7 @@ def load_custom(
 
 
 def check_custom(path: Path, allow_code: bool = False) -> None:
-    """Check the files of tasks without loading their data. Raises UserError if one is invalid."""
+    """Check a .jsonl file, or a YAML file or folder, without loading its data. Raises UserError if one is invalid."""
     if path.name.lower().endswith(_JSONL):
         read_questions(path)
     for file in sorted(path.rglob("*.yaml")) if path.is_dir() else [path] if path.suffix == ".yaml" else []:
@@ -147,7 +146,7 @@ def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, sho
 def read_questions(path: Path) -> list[dict[str, Any]]:
     """Read a .jsonl file: {"prompt", "choices", "answer" (an index)} or {"prompt", "answer" (a text)} for each line.
 
-    Raises UserError at the first line that is no item, or that unlike the first one has choices or none.
+    Raises UserError at the first invalid line, and if only some lines have choices.
     """
     try:
         rows = dict(json_objects(path))
@@ -203,7 +202,7 @@ def _text(row: dict[str, Any], field: str, where: str) -> str:
 
 
 def _place(answer: Any, choices: list[str], where: str) -> int:
-    """Return the index of the right choice, given by index, text or letter; a text that is a choice is not a letter."""
+    """Return the index of the right choice; `answer` is an index, a choice's text or a letter, tried in this order."""
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return answer
     letters = string.ascii_uppercase[: len(choices)]
@@ -297,7 +296,7 @@ class _Definition(TypedDict, total=False):
 
 
 def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
-    """Read one YAML file. Python that it names is imported only if lm-eval wrote the file, or with `allow_code`."""
+    """Return one YAML file's content. Raises UserError if it names Python, unless lm-eval's or with `allow_code`."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if not path.is_relative_to(lm_eval_tasks().resolve()):
@@ -324,7 +323,7 @@ def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
 
 
 def _script(value: Any) -> str | None:
-    """Return the setting that would run a script (a metric that is not lm-eval's, or data that are code), or None."""
+    """Return the setting that would run code (a metric not lm-eval's, or data that are scripts); None if none would."""
     from lm_eval.api import metrics  # noqa: F401  (registers them)
     from lm_eval.api.registry import metric_registry
 
@@ -340,7 +339,7 @@ def _script(value: Any) -> str | None:
 
 
 def _resolve_data(config: dict[str, Any], folder: Path) -> None:
-    """Make the paths of data in `config` absolute if they exist in `folder`; names on the Hub and URLs stay."""
+    """Make paths of data in `config` absolute, in place, if they exist in `folder`; leave Hub names and URLs."""
     for member in config["task"] if isinstance(config.get("task"), list) else []:
         if isinstance(member, dict):  # a group may define its tasks in place
             _resolve_data(member, folder)
@@ -362,7 +361,7 @@ def _resolve_data(config: dict[str, Any], folder: Path) -> None:
 
 
 def _check_members(folder: Path, manager: TaskManager) -> None:
-    """Raise UserError if a group has an undefined task, which lm-eval would define as a new one."""
+    """Raise UserError if a group lists a task that no file defines; lm-eval would make up a new one."""
     for name, entry in list(manager.task_index.items()):
         members = entry.cfg.get("task") if entry.cfg and "group" in entry.cfg else None
         for member in members if isinstance(members, list) else []:
@@ -387,7 +386,7 @@ def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None) -
 
 
 def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteTask]:
-    """Load a folder as a task of type `loglikelihood_rolling` per domain (see above), named `text_<folder>_<domain>`.
+    """Load a folder of text as one task per domain, scored in bits per byte and named `text_<folder>_<domain>`.
 
     `limit`: documents per domain; None means all. Raises UserError if a domain is empty or cannot be read.
     """
@@ -404,7 +403,7 @@ def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteT
 
 
 def domains(folder: Path) -> dict[str, list[Path]]:
-    """Return domain -> files of a folder of text, sorted by name. Raises UserError if there are none."""
+    """Return domain -> files of a folder of text, sorted by domain. Raises UserError if there are no files."""
     result: dict[str, list[Path]] = {}
     try:
         files = find_files(str(folder))
@@ -453,7 +452,7 @@ def _documents(files: list[Path]) -> Iterator[str]:
 
 
 def _about(folder: Path, error: UserError) -> str:
-    """Reword an error of the corpus readers, which names settings of a training run, for `text:` tasks."""
+    """Return the message of a corpus reader's error, which names a training run's settings, for a `text:` task."""
     text = str(error).removeprefix("data.path: ")
     text = text.replace(f"data.field is {FIELD!r}; ", f"the text must be in a field {FIELD!r}; ")
     return f"task 'text:{folder}': " + text.replace("data.path is ", "the folder is ")

@@ -40,7 +40,7 @@ _UNTEXTUAL = {"unsafe_code", "doc_to_image", "doc_to_audio"}  # keys of definiti
 
 
 def task_manager(progress: Report) -> TaskManager:
-    """Return lm-eval's index of tasks, from the cache if it has been built before."""
+    """Return lm-eval's index of task names, from the cache if it has been built before."""
     import lm_eval
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import Entry, Kind
@@ -85,9 +85,10 @@ def check_name(name: str, manager: TaskManager) -> None:
 def load_named(
     name: str, shots: int | None, limit: int | None, manager: TaskManager, progress: Report
 ) -> dict[str, SuiteTask]:
-    """Load a task, or every task of a group or a tag. Data come from staged copies, or else from their source.
+    """Load a task, or every task of a group or tag. Data come from staged copies, or else from their source.
 
-    Raises UserError if a task is unknown, is not text, or has no data.
+    `shots`: None keeps the task's; `limit`: items per task. Raises UserError if a task is unknown, not text, or has no
+    data.
     """
     check_name(name, manager)
     result = {}
@@ -130,9 +131,9 @@ def stage_named(names: list[str], progress: Report) -> list[Path]:
 
 @contextlib.contextmanager
 def staged_copies(progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
-    """Make `datasets.load_dataset` read undamaged staged copies inside the block.
+    """Make `datasets.load_dataset` return undamaged staged copies, where there are any, inside the block.
 
-    If `keep` is a list, data without a copy are copied, and the folder of every loaded copy is appended to it.
+    If `keep` is a list, data without a copy are copied, and the folder of every copy used is appended to it.
     """
     import datasets
 
@@ -189,7 +190,7 @@ def read_copy(folder: Path) -> Any | None:
 
 
 def write_copy(folder: Path, data: Any, arguments: dict[str, Any]) -> None:
-    """Write a copy of a dataset, replacing the old one in one rename. Streamed data are not copied."""
+    """Replace, in one rename, a dataset's copy, which includes the `arguments` that load it. Ignores streamed data."""
     import datasets
 
     if not isinstance(data, datasets.Dataset | datasets.DatasetDict):

