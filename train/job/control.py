@@ -27,12 +27,12 @@ class _Raised:
 
 
 def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
-    """Call a function on every rank and return its result; if it raises on any rank, all ranks raise.
+    """Call a function on every rank and return this rank's result; if it raises on any rank, all ranks raise.
 
-    With `only_first`, only rank 0 calls it, and every rank gets its result. The function must not communicate.
+    With `only_first`, only rank 0 calls it, and all ranks return that result. The function must not communicate.
 
     Raises:
-        UserError, OSError: The function raised it. The message names the rank unless all ranks raised the same.
+        UserError, OSError: The function raised it. The message names the first failed rank unless all raised the same.
         RankError: The function raised another exception. In one process an exception passes unchanged.
     """
     if mesh.control is None:
@@ -109,7 +109,7 @@ class Agreement:
     def __call__(self, stop: bool, save: bool) -> tuple[bool, bool]:
         """Send this rank's flags; return whether any rank set each flag at the previous call (one process: this call).
 
-        Every rank calls it at every step. No call waits for others.
+        Every rank calls it at every step, and waits only for the previous call's flags.
         """
         if self._control is None:
             return stop, save
@@ -119,7 +119,7 @@ class Agreement:
         return agreed
 
     def close(self) -> tuple[bool, bool]:
-        """Wait for the last reduction and return its result. Call it before the process group is destroyed."""
+        """Wait for the last call's (stop, save) and return them. Call it before the process group is destroyed."""
         if self._work is None:
             return False, False
         self._work.wait()

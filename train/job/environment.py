@@ -29,7 +29,7 @@ class Ranks:
 def detect(environment: Mapping[str, str] | None = None) -> Ranks:
     """Detect this process's rank from submitit's or torchrun's variables. Without either the job is one process.
 
-    SLURM's variables count only in a task that submitit started. There, those of an inner torchrun come first.
+    SLURM's variables count only in a task that submitit started; those of a torchrun inside such a task come first.
     """
     env = os.environ if environment is None else environment
     host = socket.gethostname()

@@ -76,7 +76,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def failure_at(nodes: Sequence[str], ranks: Sequence[int], cause: Cause, reason: str, step: int | None) -> Failure:
-    """Describe a failure of the given ranks. `nodes` lists the node of every rank of the job; empty: unknown."""
+    """Describe a failure of `ranks`, naming the first. `nodes`: the node of every rank of the job; empty: unknown."""
     hosts = tuple(nodes[rank] for rank in ranks) if nodes else ()
     return Failure(cause, reason, ranks[0], hosts[0] if hosts else None, step, hosts)
 
@@ -93,7 +93,7 @@ def read_failure(directory: Path) -> Failure | None:
 
 
 def parse_failure(values: dict[str, Any]) -> Failure:
-    """Make a failure from its fields, all optional."""
+    """Make a failure from its fields, all optional; its cause is unknown if one is invalid."""
     try:
         return msgspec.convert(values, Failure)
     except msgspec.ValidationError as error:

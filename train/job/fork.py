@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Call a function, which may be a closure, in forked ranks with torch's process group; return all results.
+    """Call `function(*arguments)` in `ranks` forks with a gloo process group; return every rank's result.
 
     Raises:
-        RuntimeError: A rank raised, died, or timed out. Holds the ranks' messages, the first failure first.
+        RuntimeError: A rank raised, died, or took over `timeout` seconds. Holds the ranks' messages, the first failure
+            first.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes, receivers = start_forks(ranks, _rank, ranks, folder, timeout, function, arguments)
@@ -40,7 +41,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
 
 
 def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tuple[list[ForkProcess], list[Connection]]:
-    """Run `target(number, sender, *arguments)` in `count` forks; return these, and the receivers of the pipes."""
+    """Run `target(number, sender, *arguments)` in `count` forks; return the processes and each sender's receiver."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     processes = [context.Process(target=target, args=(n, pipes[n][1], *arguments)) for n in range(count)]
@@ -52,7 +53,10 @@ def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tup
 
 
 def _collect(processes: list[ForkProcess], receivers: list[Connection], timeout: float) -> dict[int, tuple[bool, Any]]:
-    """Collect each rank's (succeeded, result) in order of arrival, because the first failure causes the later ones."""
+    """Return rank -> (succeeded, result or error) of ranks that answer within `timeout` seconds, in order of arrival.
+
+    The first failure causes the later ones.
+    """
     answers: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout
     while waiting := {r: p for r, p in enumerate(processes) if r not in answers}:

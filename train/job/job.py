@@ -42,8 +42,8 @@ class Job:
 def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> Iterator[Job]:
     """Make this process a rank of the run's job while the block runs.
 
-    If another rank dies or hangs while this one is stuck in a collective, the watchdog ends this process. failure.json
-    records the reason, and any exception raised in the block except `Stopped`.
+    If another rank dies or hangs while this one is stuck in a collective, the watchdog ends this process. The reason,
+    or any exception raised in the block except `Stopped`, is written to failure.json in `directory`.
     """
     ranks, watchdog = detect(), None
 

@@ -27,15 +27,16 @@ class RunProgress:
     def judge(self, first: int, results: Iterable[tuple[float, bool]], config: RunConfig) -> list[str]:
         """Check finished steps for divergence; return a log line for each step that made no update.
 
-        In fp16 a finite loss with a gradient that is not finite is an overflow. It is harmless until the loss scale is
-        at its minimum.
+        In fp16 a finite loss with a gradient that is not finite is an overflow, harmless until the loss scale is at its
+        minimum.
 
         Args:
             first: Number of the first step.
             results: For each step, the loss of the whole batch, and whether every rank skipped the update.
 
         Raises:
-            Diverged: More than `skip_bad_steps` bad batches, or the loss rose by more than `max_loss_rise`.
+            Diverged: Overflows at the minimal loss scale, more than `skip_bad_steps` other bad steps, or a smoothed
+                loss that rose by more than `max_loss_rise`.
         """
         lines = []
         for step, (loss, skipped) in enumerate(results, first):

@@ -44,8 +44,8 @@ def meet(
 ) -> Iterator[tuple[Mesh, Store | None]]:
     """Make this process a rank of its job while the block runs.
 
-    Yields the mesh, and the store for messages between ranks: None for one process without a launcher. Raises UserError
-    if rank 0 was not found in time, or a tensor-parallel group spans nodes.
+    Yields the mesh, and the store for messages between ranks (None for one rank without torchrun). Rank 0's address is
+    in `folder`. Raises UserError if rank 0 was not found in time, or a tensor-parallel group spans nodes.
     """
     if on_gpu(device):
         device = CUDA.take(ranks.local_rank)
@@ -128,7 +128,7 @@ def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
 
 
 def _connect(address: _Address, timeout: float) -> Store | None:
-    """Return a client of the store at an address, or None if no store of this job listens there."""
+    """Return a client of the store at an address, or None if this job's store is not there."""
     try:
         socket.create_connection((address.host, address.port), timeout=5.0).close()  # torch's client prints long errors
         patience = timedelta(seconds=5)
@@ -142,7 +142,7 @@ def _connect(address: _Address, timeout: float) -> Store | None:
 
 
 def leave(store: Store, rank: int, size: int, patience: float) -> None:
-    """Report that this rank no longer needs the store. Rank 0 waits up to `patience` seconds for the others."""
+    """Report that this rank no longer needs the store. Rank 0, its server, waits up to `patience` seconds for all."""
     with suppress(dist.DistError):  # rank 0 may be dead
         store.set(farewell(rank), "")
         if rank == 0:  # the store is in this process, and other ranks may still read it

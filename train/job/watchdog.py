@@ -6,8 +6,7 @@
 | dies with its node, is frozen, or hangs until no rank makes progress | timeout * 17 / 16 + 2 polls + GRACE_SECONDS |
 
 A poll is a 16th of the timeout, at most a second. Add LAST_WORDS_SECONDS if `on_loss` hangs, and GRACE_SECONDS if rank
-0 is frozen. Only the observer's own clock counts, and only while it runs, because nodes' clocks differ and jobs get
-suspended.
+0 is frozen. Only the observer's clock counts, while it runs, because nodes' clocks differ and jobs get suspended.
 """
 
 from __future__ import annotations
@@ -62,15 +61,15 @@ class Seen:
     alive: float  # when its process published
 
     def is_silent(self, now: float, timeout: float) -> bool:
-        """Return whether the process published nothing for half of `timeout`; merely waiting ranks still publish."""
+        """Return whether the process published nothing for half of `timeout`, in seconds; waiting ranks do publish."""
         return now - self.alive >= timeout / 2
 
 
 def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
     """Return the ranks that block the job: those that publish nothing, else those furthest behind.
 
-    The latter are at the earliest step, and there at the code position of the fewest ranks. Empty while all have
-    published, and any has made progress, within `timeout` seconds, because others may wait for it.
+    Empty until a rank has published nothing, or all have made no progress, for `timeout` seconds. Those furthest behind
+    are at the earliest step, and among these at the code position of the fewest ranks.
     """
     running = {rank: entry for rank, entry in seen.items() if not entry.beat.ended}
     silent = [rank for rank, entry in running.items() if entry.is_silent(now, timeout)]
@@ -88,7 +87,7 @@ def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
 
 
 def pid_space() -> str:
-    """Return a name for the machine boot and container in which this process id is valid."""
+    """Return a name for the machine boot and container in which process ids are unique; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -117,7 +116,7 @@ class Watchdog:
     def __init__(
         self, mesh: Mesh, store: Store | None, timeout_seconds: float, on_loss: Callable[[Failure], None]
     ) -> None:
-        """Set up the watchdog. It calls `on_loss` just before it ends this process with EXIT_CODE."""
+        """Set up the watchdog. Just before it ends this process with EXIT_CODE, it calls `on_loss` with the reason."""
         self._mesh, self._timeout, self._on_loss = mesh, timeout_seconds, on_loss
         self._poll = min(1.0, timeout_seconds / 16)
         self._base = store
@@ -183,7 +182,7 @@ class Watchdog:
             raise explained from error
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return a RankError if a lost rank caused `error`, else `error` itself, after telling the other ranks."""
+        """Return a RankError if a lost rank caused `error`; otherwise tell the other ranks of `error` and return it."""
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             self._silence = max(1.0, 4 * self._poll)
             self._failure_is_set.wait(2 * self._silence + 2 * self._poll)
@@ -253,7 +252,7 @@ class Watchdog:
             self._seen[rank] = Seen(beat, moved, last.alive if beat.pulse == last.beat.pulse else now)
 
     def _blame(self, failure: Failure) -> Failure:
-        """Publish why the job ends, unless another rank has. Return the published failure."""
+        """Publish why the job ends, unless another rank did so first. Return the published failure."""
         return parse_failure(json.loads(self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))))
 
     # Methods of the thread that keeps time.
@@ -307,7 +306,7 @@ class Watchdog:
         )
 
     def _last_step(self, rank: int) -> int | None:
-        """Return the last step that a silent rank published, or this rank's if it is later."""
+        """Return a silent rank's last step, or this rank's if that is later; None before the first."""
         steps = [step for step in (self._seen[rank].beat.step, self._beat.step) if step is not None]
         return max(steps, default=None)
 
