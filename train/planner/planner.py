@@ -1,9 +1,9 @@
 """Rank the ways to spread a run over ranks by the estimated time of a step.
 
 A way is a mesh (tp, dp, pp, ep), a ZeRO stage, a micro-batch and what is recomputed. It fits if its peak (`memory.py`)
-leaves a margin for what the estimate omits: the CUDA context, NCCL's buffers, fragmentation. Its time is that of matrix
-products at the measured rate, ring collectives that no product hides, and waits between pipeline stages. The ring of
-context-parallel ranks counts as hidden by attention.
+leaves a margin for what the estimate omits, such as the CUDA context. Its time is that of matrix products at the
+measured rate, ring collectives that no product hides, and waits between pipeline stages. The ring of context-parallel
+ranks counts as hidden by attention.
 
 Korthikanti et al. 2022, arXiv 2205.05198, section 4; Rajbhandari et al. 2020, arXiv 1910.02054, section 7.
 """
@@ -44,7 +44,7 @@ class Hardware:
     def ring(self, size: float, ranks: int, group: int) -> float:
         """Return the seconds of an all-gather or reduce-scatter of `size` bytes over `ranks` ranks.
 
-        They lie within `group` neighbouring ranks; if these exceed a node, it uses the network between nodes.
+        The ranks lie among `group` neighbours; if a node has fewer ranks, the network between nodes sets the speed.
         """
         bandwidth = self.intra_bandwidth if group <= self.ranks_per_node else self.inter_bandwidth
         return (ranks - 1) / ranks * size / bandwidth
@@ -63,7 +63,7 @@ class Way:
 
 
 def rank_ways(config: RunConfig, ranks: int, hardware: Hardware, margin: float = 0.1) -> list[Way]:
-    """Return every way to spread a run over `ranks` ranks, the fastest that fits first; of equally fast, the simplest.
+    """Return every way to spread a run over `ranks` ranks: those that fit first, then the fastest, then the simplest.
 
     Args:
         config: Its tp, dp, ep, zero, micro_batch_size and recompute are ignored, and on GPUs its pp, too.

@@ -1,6 +1,5 @@
 """Checks of a config: the range of every field, model shapes, and their split over ranks.
 
-Special here:
 - The padded vocabulary is split, so `model.vocab_multiple` decides which tp fit it.
 - With fewer key/value heads than tp ranks several ranks use the same one, so one number must divide the other.
 """
@@ -44,7 +43,7 @@ def _rules(cls: type) -> dict[str, list[Any]]:
 
 
 def _needed(value: Any, rules: Sequence[Any]) -> str:
-    """Return in words what a field's rules require of a value, or "" if they accept it."""
+    """Return in words what `rules` (allowed values or bounds) require of a value, or "" if they accept it."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     for rule in rules:
@@ -56,7 +55,7 @@ def _needed(value: Any, rules: Sequence[Any]) -> str:
 
 
 def _beyond(value: float, bounds: Meta) -> str | None:
-    """Return the bound that a value violates, in words, or None."""
+    """Return the bound that a value violates, such as "at most 5", or None."""
     if bounds.ge is not None and value < bounds.ge:
         return f"{bounds.ge:g} or more"
     if bounds.gt is not None and value <= bounds.gt:
@@ -192,7 +191,7 @@ def check_shapes(config: RunConfig) -> None:
 
 
 def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
-    """Raise UserError if the job has another number of ranks than the config, or a tp group spans several nodes."""
+    """Raise UserError if the config asks for another number of ranks than the job has, or a tp group spans nodes."""
     parallel = config.parallel
     if parallel.world_size != ranks:
         raise UserError(
@@ -219,7 +218,7 @@ def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
 
 
 def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> list[tuple[int, int]]:
-    """Return every (tp, dp) that spreads this run over exactly `ranks` ranks with its pp and cp, sorted by tp.
+    """Return every (tp, dp) that spreads this run, with its pp and cp, over exactly `ranks` ranks, sorted by tp.
 
     Args:
         ranks_per_node: Ranks on every node; None: all are on one.
@@ -320,7 +319,7 @@ def _experts_refusal(config: RunConfig) -> str | None:
 
 
 def _requirement(config: RunConfig, tp: int) -> str | None:
-    """Return the first condition that tp violates, such as "divide model.heads 6", or None."""
+    """Return the first condition that `tp` violates, such as "divide model.heads 6", or None if it fits."""
     model, length, cp = config.model, config.data.sequence_length, config.parallel.cp
     if model.heads % tp:
         return f"divide model.heads {model.heads}"
@@ -356,6 +355,6 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:
-    """List the up to six numbers of `working` that are nearest to `value` by ratio, ascending."""
+    """Return as a text, ascending, the up to six numbers of `working` that are nearest to `value` by ratio."""
     near = sorted(working, key=lambda number: max(number, value) / max(1, min(number, value)))[:6]
     return ", ".join(map(str, sorted(near)))
