@@ -58,7 +58,7 @@ def _meet(device: torch.device) -> None:
 
 
 def check_attention(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
-    """Compare attention with PyTorch's, forward and backward, at every shape of the runs, on two key/value heads."""
+    """Compare attention with PyTorch's, forward and backward, for each shape in the runs, with two key/value heads."""
     cases = set()
     for run in runs:
         model, data = run.model, run.data
@@ -85,7 +85,7 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
-    """Compare the loss and its gradients with PyTorch's, at the size of the largest model."""
+    """Compare our loss and its gradients with PyTorch's, at the width and vocabulary of the largest model."""
     run = max(runs, key=lambda run: count_parameters(run.model).N_total)
     model, z_loss, size = run.model, run.optimizer.z_loss, run.model.vocab_size or 1
     generator, fused = torch.Generator().manual_seed(0), run.parallel.cross_entropy == "auto"
@@ -107,7 +107,7 @@ def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
 def _compare(
     check: str, name: str, ours: Kernel, theirs: Kernel, inputs: Sequence[Tensor], replaceable: bool
 ) -> Finding:
-    """Compare our kernel's and PyTorch's errors against float64. If ours fails and is `replaceable`, replace it."""
+    """Compare our kernel's error against float64 with PyTorch's; if ours is too large and `replaceable`, replace it."""
     dtype = inputs[0].dtype
 
     def outputs(function: Kernel, dtype: torch.dtype = dtype) -> list[Tensor]:
@@ -133,7 +133,7 @@ def _compare(
 
 
 def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
-    """Compare a training step of the smallest model with float64 and, bit for bit, with its repetition."""
+    """Compare a training step of the smallest model with float64, and with its repetition, bit for bit."""
     run = min(runs, key=lambda run: count_parameters(run.model).N_total)
     # One rank and one sequence. Each token uses every expert, because rounding decides near ties between experts.
     model = replace(run.model, experts_per_token=run.model.experts or run.model.experts_per_token)
@@ -170,7 +170,7 @@ def _take_step(run: RunConfig, device: torch.device, gpt: GPT, rows: np.ndarray)
 
 
 def main() -> None:
-    """Run the checks that standard input requests; print each check's name, then its findings, as JSON lines."""
+    """Run all checks on pickled (runs, ranks, timeout) from standard input; print names and findings as JSON lines."""
     runs, ranks, timeout = pickle.load(sys.stdin.buffer)
     out, device = os.fdopen(os.dup(1), "w", buffering=1), pick_device(runs[0].parallel.device)
     os.dup2(2, 1)  # output of libraries goes to standard error

@@ -64,7 +64,7 @@ def _memory(runs: Sequence[RunConfig], ranks: int) -> Finding:
 
 
 def free_of_gpus() -> list[int]:
-    """Return the free bytes of every GPU that this process may use. Empty without a driver or a GPU."""
+    """Return the free bytes of every GPU that this process may use; an empty list without a driver or a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     command += [] if visible is None else ["-i", visible]  # an empty value is refused, because no GPU is visible
@@ -90,9 +90,9 @@ def _disk(runs: Sequence[RunConfig], folder: Path) -> Finding:
 
 
 def check_device(runs: Sequence[RunConfig], ranks: int, timeout: float = 300.0) -> Iterator[Finding]:
-    """Check kernels, and communication of `ranks` ranks, in a separate process.
+    """Check kernels, a training step and communication of `ranks` ranks in a separate process.
 
-    A crash or timeout ends the checks with a failed finding.
+    A crash, or more than `timeout` seconds, ends the checks with a failed finding.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command, request = [sys.executable, "-P", "-m", f"{__package__}.kernels"], pickle.dumps((runs, ranks, timeout))
