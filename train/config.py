@@ -1,7 +1,7 @@
 """The complete description of one run: the dataclasses behind `conf/`, and a run's identity.
 
 A *cosmetic* field does not change the result (paths, number of ranks, how often to save). Every other field is part of
-the run's identity, so that a field left unmarked by mistake leads to a new run rather than to a wrong match.
+the run's identity, so that a field left unmarked by mistake never gives a wrong match.
 """
 
 # ruff: noqa: RUF009  cosmetic() and later() make fields
@@ -100,7 +100,7 @@ class ModelConfig:
 
     @property
     def rope(self) -> RopeScaling | None:
-        """The `rope_*` fields, with the constants of Llama 3.1 or of Peng et al. 2023, section 3.4; None if unset."""
+        """Scaling by the `rope_*` fields, as in Llama 3.1 or Peng et al. 2023, section 3.4; None if unset."""
         if self.rope_scaling is None or self.rope_factor is None or self.rope_length is None:
             return None
         fast, amplitude = (32.0, 0.1 * math.log(self.rope_factor) + 1) if self.rope_scaling == "yarn" else (4.0, 1.0)
@@ -113,19 +113,19 @@ class ModelConfig:
 
     @property
     def rotary(self) -> int:
-        """Number of rotated dimensions per head."""
+        """Number of dimensions per head that rotary positions rotate."""
         if self.attention != "mla":
             return self.head_dim
         return max(2, self.head_dim // 4 * 2) if self.rotary_size is None else self.rotary_size
 
     @property
     def key_dim(self) -> int:
-        """Size of a query and of a key."""
+        """Size of one head's query and key."""
         return self.head_dim + (self.rotary if self.attention == "mla" else 0)
 
     @property
     def cached(self) -> int:
-        """Number of values that decoding caches per token and block."""
+        """Number of elements, of keys and values or of their latent, that decoding caches per token and block."""
         return self.latent + self.rotary if self.attention == "mla" else 2 * self.num_kv_heads * self.head_dim
 
     @property
@@ -134,12 +134,12 @@ class ModelConfig:
 
     @property
     def mlp_hidden(self) -> int:
-        """Inner width of the MLP. By default its three matrices are as large as the two of a 4x MLP (Shazeer 2020)."""
+        """Inner width of the MLP; by default 8/3 of `width`, as costly as 4x without a gate (Shazeer 2020)."""
         return self.hidden if self.hidden is not None else -(-8 * self.width // 3 // 8) * 8
 
     @property
     def moe_hidden(self) -> int:
-        """Inner width of one expert. By default the experts of a token together are as wide as the MLP."""
+        """Inner width of one expert. By default the experts that a token uses are together as wide as the MLP."""
         used = self.experts_per_token + self.shared_experts
         return self.expert_hidden if self.expert_hidden is not None else max(1, round(self.mlp_hidden / used / 8)) * 8
 
@@ -158,7 +158,7 @@ GROUPED_QUERY = ("kv_heads", "qk_norm", "qkv_bias")  # fields of `ModelConfig` t
 
 @dataclass
 class DataConfig:
-    """The text of a run, and how it is split. `fingerprint` identifies the content, independent of its path."""
+    """The text of a run, and how it is split."""
 
     corpus: Annotated[str, ("stdlib", "text", "hf")] = "stdlib"
     path: str | None = cosmetic(None)  # text: a file, a folder or a glob
@@ -197,7 +197,7 @@ class ScheduleConfig:
 
 @dataclass
 class AverageConfig:
-    """Averages of the weights that a run computes, validates and saves. They do not affect training."""
+    """Averages of the weights, which do not affect training."""
 
     kind: Annotated[str, ("none", "ema", "window")] = later("none")
     # What an average covers, as a share of the steps so far: for `ema` the mean age; a `window` covers 1 to 2 spans.
@@ -205,7 +205,7 @@ class AverageConfig:
 
     @property
     def kept(self) -> list[float]:
-        """Spans of the averages; empty for kind "none"."""
+        """Spans of the averages, as shares of the steps so far; empty for kind "none"."""
         return [] if self.kind == "none" else [0.1] if self.spans is None else self.spans
 
 
@@ -262,7 +262,7 @@ class ParallelConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When to save. Saving never changes the arithmetic."""
+    """When to save."""
 
     every_seconds: Positive = cosmetic(60.0)  # by the clock, so that a kill loses at most this much
     every_steps: Count | None = cosmetic(None)
@@ -273,7 +273,7 @@ class CheckpointConfig:
 
 @dataclass
 class TrackerConfig:
-    """Where metrics go in addition to metrics.jsonl, which is always written and is authoritative."""
+    """Where metrics go in addition to metrics.jsonl."""
 
     kind: Annotated[str, ("wandb", "none")] = cosmetic("wandb")
     project: str = cosmetic("isoflop")
@@ -327,7 +327,7 @@ class RunConfig(Training):
 
 
 def identity(node: Any) -> dict[str, Any]:
-    """Return the fields of a run's config, or of one of its groups, that identify the run."""
+    """Return what identifies a run: its config, or one group, without cosmetic fields and unset `later` ones."""
     result: dict[str, Any] = {}
     types = _types(node.__class__)
     for item in dataclasses.fields(node):
@@ -348,7 +348,7 @@ _types = functools.cache(get_type_hints)  # without the Annotated bounds
 
 
 def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts into one whose keys are dotted names after `prefix`."""
+    """Flatten a nested dict: {"a": {"b": 1}} becomes {"a.b": 1}. `prefix` is put before every key."""
     flat: dict[str, Any] = {}
     for name, value in node.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -361,7 +361,7 @@ def canonical_json(value: Any) -> str:
 
 
 def run_id(config: RunConfig) -> str:
-    """Return the first ten hex digits of the SHA-256 of the run's identity."""
+    """Return the run's id: the first ten hex digits of the SHA-256 of its `identity`."""
     return hashlib.sha256(canonical_json(identity(config)).encode()).hexdigest()[:10]
 
 
@@ -386,7 +386,10 @@ REMOVED: dict[str, tuple[Any, str]] = {
 
 
 def drop_removed(values: Mapping[str, Any], removed: Mapping[str, tuple[Any, str]], prefix: str = "") -> dict[str, Any]:
-    """Drop removed fields from a nested config. Raises UserError if one has a value other than `removed` accepts."""
+    """Return a nested config without the fields in `removed`, which has (accepted value, advice) by dotted name.
+
+    Raises UserError if such a field has another value. `prefix` is put before the names in `values`.
+    """
     remaining = {}
     for name, value in values.items():
         needed, instead = removed.get(f"{prefix}{name}", (ANY, ""))
@@ -398,7 +401,7 @@ def drop_removed(values: Mapping[str, Any], removed: Mapping[str, tuple[Any, str
 
 
 def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
-    """Build a config dataclass from a nested dict. Raises UserError for an unknown key or a wrong type."""
+    """Build a config dataclass from a nested dict. Raises UserError, naming `prefix` + key, for a bad key or type."""
     values = drop_removed(values, REMOVED, prefix)
     fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = [name for name in values if name not in fields]

@@ -23,10 +23,10 @@ Precision = Annotated[str, ("fp32", "bf16", "fp16")]
 
 
 def cosmetic(default: Any) -> Any:
-    """Make a field that is not part of a run's identity: it affects how or where a run trains, not the result."""
+    """Make a dataclass field that is not part of a run's identity, because it does not change the result."""
     return field(default=default, metadata={"cosmetic": True})
 
 
 def later(default: Any) -> Any:
-    """Make a field added after runs had ids. Its default is left out of the identity, so that old ids stay valid."""
+    """Make a dataclass field added when runs had ids. Its default is not part of the identity: old ids stay valid."""
     return field(default=default, metadata={"later": True})

@@ -23,7 +23,7 @@ HALVED = "micro_batch.json"  # written when memory ran out: the next start uses 
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a NumPy scalar or a path to a JSON value, for `json.dumps(default=...)`."""
+    """Convert a NumPy scalar or a path to a JSON value, for `json.dumps(default=...)`. Raises TypeError for others."""
     if type(value).__module__ == "numpy":  # not imported, so that commands that only read start in half the time
         return value.item()
     if isinstance(value, Path):
@@ -40,8 +40,8 @@ def write_atomic(
     """Replace `path` in one step: temporary file in the same folder, fsync, rename. On any error the old file stays.
 
     Args:
-        flush: False does not wait for the disk: readers see the old or the new file, but a power cut may lose both.
-        place: Called with the temporary and the final path instead of the rename.
+        flush: Wait for the disk. If False, readers see the old or the new file, but a power cut may lose both.
+        place: Function to call instead of the rename, with the temporary and the final path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -63,7 +63,7 @@ def write_json(path: Path, value: Any, flush: bool = True) -> None:
 
 
 def create_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file unless it exists, so the first content stays. Ignores errors such as a full disk."""
+    """Write a JSON file unless it exists. Ignores errors such as a full disk."""
 
     def place(whole: str, path: Path) -> None:
         try:
@@ -119,11 +119,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy: str | None = None) -> Form:
-    """Read a JSON or YAML file as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
+    """Read a JSON or YAML file and convert it to `form`, a type that msgspec knows, such as `dict[str, float]`.
 
     Raises:
-        UserError: The file is unreadable, larger than `largest` bytes, or of another form. The message names file,
-            field and `remedy`.
+        UserError: The file is unreadable, larger than `largest` bytes, or does not match `form`. The message names file
+            and field, and ends with `remedy`, which says what to do.
     """
     import msgspec
     import yaml
@@ -146,7 +146,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Parse YAML with limits, because nested aliases let a short text expand beyond any memory."""
+    """Parse YAML with limits on levels and values, because nested aliases let a short text expand beyond any memory."""
     import yaml
 
     # The C loader takes a tenth of the time, but deep nesting can crash it. Brackets and columns bound the depth.

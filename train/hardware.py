@@ -18,7 +18,7 @@ from .job.session import kept
 
 
 def on_gpu(x: Tensor | torch.device) -> bool:
-    """Return whether x is on a GPU. `meta` counts as one: tests run a GPU's code path on it, where any wait raises."""
+    """Return whether x is on a GPU, or on `meta`, where tests run the GPU's code and reading a value fails."""
     return (x if isinstance(x, torch.device) else x.device).type != "cpu"
 
 
@@ -33,7 +33,7 @@ class Cuda:
         return torch.cuda.mem_get_info(device)[0]
 
     def start_peak(self, device: torch.device) -> int:
-        """Reset the statistics of peak memory. Return the bytes allocated now."""
+        """Reset the device's statistics of peak memory. Return the bytes that PyTorch has allocated there now."""
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
 
@@ -41,7 +41,7 @@ class Cuda:
         return torch.cuda.max_memory_allocated(device)
 
     def take(self, local_rank: int) -> torch.device:
-        """Make a rank's GPU current and return it. A launcher shows a rank all GPUs of the node, or only one."""
+        """Make the GPU of the node's rank `local_rank` current and return it, also if each rank sees only one."""
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
@@ -85,7 +85,7 @@ class Cuda:
         return x.cpu()
 
     def launch(self, kernel: Any, programs: int, like: Tensor, *arguments: Any, **options: Any) -> None:
-        """Run a Triton kernel on the device of `like`."""
+        """Run `programs` instances of a Triton kernel on the device of `like`."""
         with torch.cuda.device(like.device) if on_gpu(like) else contextlib.nullcontext():
             kernel[(programs,)](*arguments, **options)
 
@@ -94,18 +94,18 @@ CUDA = Cuda()
 
 
 def read(x: Tensor) -> Tensor:
-    """Copy x to the host, waiting for the device. Training steps never call it."""
+    """Copy x to the host, waiting for the device."""
     return CUDA.read(x) if on_gpu(x) else x
 
 
 def release_memory(device: torch.device) -> None:
-    """Return unused memory to the device after an out-of-memory error."""
+    """Give memory that PyTorch caches but does not use back to the device."""
     if on_gpu(device):
         CUDA.empty_cache()
 
 
 def pick_device(name: str, option: str = "parallel.device") -> torch.device:
-    """Return the device that a setting names; `auto` is the GPU if there is one. Errors call the setting `option`."""
+    """Return the device `name`: cpu, cuda, or auto (the GPU if there is one). UserErrors call the setting `option`."""
     available = torch.cuda.is_available()
     if name not in ("auto", "cpu", "cuda"):
         raise UserError(f"{option} is {name!r}; it must be auto, cpu or cuda")
@@ -144,7 +144,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05)
 
 
 def kept_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return `matmul_peak`, measured once per session, device, dtype and number of threads."""
+    """Return `matmul_peak`. A session (`job/session.py`) measures it once per device, dtype and number of threads."""
     return kept(("matmul_peak", device, dtype, torch.get_num_threads()), lambda: matmul_peak(device, dtype))
 
 
@@ -154,7 +154,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Return how many bytes one call of `step` adds to the peak of torch's allocator."""
+    """Call `step`; return how many bytes torch has allocated at the peak, beyond those allocated before."""
     if on_gpu(device):
         synchronize(device)
         held = CUDA.start_peak(device)

@@ -86,7 +86,10 @@ def train(
 
 
 def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
-    """Return `shards`, or build them. Raises UserError if their tokenizer is not as planned or not the model's."""
+    """Return `shards`, or prepare the config's, calling `alive` meanwhile.
+
+    Raises UserError if the tokenizer changed after planning, or has another vocabulary size than the model.
+    """
 
     def beat(stage: str, done: float, total: float) -> None:
         # Building can take long, and the other ranks wait for the one that builds.
@@ -156,7 +159,7 @@ class Trainer:
         return self.progress.step < self.config.steps
 
     def record_step(self, result: StepResult) -> None:
-        """Record a finished step. If due, check for divergence, validate and log."""
+        """Count a finished step. If a log line is due, check for divergence, validate if that is due too, and log."""
         config, progress = self.config, self.progress
         progress.step += 1
         self.unwatched.append(result)
@@ -173,7 +176,7 @@ class Trainer:
         return self.leads and time.perf_counter() - self._saved_at >= self.config.checkpoint.every_seconds
 
     def pause(self, stop: bool, save: bool) -> None:
-        """Save a checkpoint if `save`, `stop` or the config asks for it at this step. `stop` then raises Stopped."""
+        """Save a checkpoint if `save`, `stop` or the config asks for one at this step. If `stop`, raise Stopped."""
         config, step = self.config, self.progress.step
         every_steps, named_steps = config.checkpoint.every_steps, config.checkpoint.at_steps or ()
         if stop or save or step in named_steps or (every_steps is not None and step % every_steps == 0):
@@ -184,7 +187,7 @@ class Trainer:
             raise Stopped(f"stopped at step {step} of {config.steps}")
 
     def validate(self) -> dict[str, Any]:
-        """Score the held-out set. Return the fields of `HeldOut`, and each average's loss as val_loss_<kind>_<span>."""
+        """Score the held-out set. Return the fields of `HeldOut`, and the loss of each average of the weights."""
 
         def beat() -> None:
             self.job.watchdog.beat(self.progress.step, "scoring the held-out set")
@@ -219,7 +222,7 @@ class Trainer:
         return summary
 
     def close(self) -> None:
-        """Close files, tracker and saver. Safe to call twice."""
+        """Close files, tracker and saver."""
         self.saver.close()
         if self.tracker is not None:
             self.tracker.finish()
@@ -244,7 +247,7 @@ class Trainer:
         self.report(f"resumed from step_{self.progress.step} of {self.config.steps} steps")
 
     def _watch(self) -> None:
-        """Check all steps since the last call for divergence, so that the result does not depend on log_every."""
+        """Check the loss of every step since the last call, so that `log_every` does not decide if a run diverges."""
         if not self.unwatched:
             return
         losses = read(torch.stack([result.loss for result in self.unwatched])).tolist()

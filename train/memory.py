@@ -8,9 +8,8 @@ State follows from the ZeRO stage. With P parameters on a rank, N = dp cp data-p
     3       e P / N     e P / N     12 P / N
 
 fp32 weights are their own master: 8 instead of 12. Other optimizers store what they declare: Muon has one moment per
-matrix, 4 less. Each average of the weights adds 4. Activations are what autograd saves of the micro-batches in flight.
-Workspace is what the worst moment of a step allocates in addition: the loss, the backward pass of a block or of the
-embedding, or the update.
+matrix, 4 less. Each average of the weights adds 4. Workspace is what the worst moment of a step allocates in addition:
+the loss, the backward pass of a block or of the embedding, or the update.
 
 Rajbhandari et al. 2020, arXiv 1910.02054, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.
 """
@@ -61,7 +60,7 @@ class Memory:
 
 
 def memory(config: RunConfig, device: str = "cuda") -> Memory:
-    """Estimate the peak memory of the pipeline rank that needs the most. `device` is cpu or cuda."""
+    """Estimate the peak memory, in bytes, of the pipeline rank that needs the most. `device` is cpu or cuda."""
     estimates = (_of_rank(config, rank, share) for rank, share in enumerate(rank_shares(config, device)))
     return max(estimates, key=lambda estimate: estimate.peak)
 
@@ -81,9 +80,9 @@ def rank_shares(config: RunConfig, device: str = "cuda") -> list[Share]:
 def replicated_elements(
     share: Share, config: RunConfig, count: Callable[[Parameter], int] = lambda p: p.size
 ) -> list[tuple[int, int]]:
-    """Return (elements, number of ranks that hold the same ones) of a rank's experts and of its other parameters.
+    """Return how many elements a rank holds, and how many ranks hold the same: one pair for experts, one for the rest.
 
-    `count`: what to sum over parameters instead of their elements.
+    `count` gives what to sum for a parameter instead of its elements.
     """
     total = share.in_blocks(count) + sum(map(count, share.outside))
     data, ep = config.parallel.data, config.parallel.ep
@@ -118,7 +117,7 @@ def _of_rank(config: RunConfig, rank: int, share: Share) -> Memory:
 
 
 def _state(config: RunConfig, share: Share) -> tuple[int, int, int]:
-    """Return a rank's bytes of weights, gradients and optimizer state, by this file's table."""
+    """Return a rank's bytes of weights, gradients and optimizer state, by the table at the top of this file."""
     zero, e = config.parallel.zero, share.itemsize
     copied = copies(config.average) + (e < FP32)
 
@@ -130,7 +129,7 @@ def _state(config: RunConfig, share: Share) -> tuple[int, int, int]:
         return parameter.size * elements + sum(of_matrices)
 
     def owned(count: Callable[[Parameter], int], first: int) -> int:
-        """Sum `count` over this rank's parameters; from ZeRO stage `first` on, only over its share of them."""
+        """Sum `count` over this rank's parameters, or only over its share if the ZeRO stage is at least `first`."""
         return sum(
             size // ranks if zero >= first else size for size, ranks in replicated_elements(share, config, count)
         )
@@ -146,7 +145,7 @@ def _whole_matrices(config: RunConfig, share: Share) -> int:
 
 
 def _update(config: RunConfig, share: Share) -> int:
-    """Return the workspace of an optimizer that updates whole matrices: copies, plus an exchange or products."""
+    """Return the bytes that an optimizer of whole matrices, such as Muon, allocates during its update; 0 for others."""
     whole = OPTIMIZERS[config.optimizer.kind].whole
     if whole is None:
         return 0
@@ -159,7 +158,7 @@ def _update(config: RunConfig, share: Share) -> int:
 
 
 def _in_transit(config: RunConfig, share: Share) -> int:
-    """Return the bytes of gradient buckets that are being filled, received or summed at once."""
+    """Return the bytes of all gradient buckets that exist at the same time: being filled, received or summed."""
     stage = config.parallel.zero
     native = share.itemsize == FP32 and (share.device == "cuda" or stage == 0)  # NCCL adds in place, in fp32
     if config.parallel.data == 1 or (stage < 2 and native):
@@ -185,7 +184,9 @@ def _kept_by_block(share: Share) -> int:
 
 
 def _attention(share: Share) -> tuple[int, int]:
-    """Return the bytes that attention saves for a block's backward pass, and those of its inputs."""
+    """Return the bytes that attention saves for a block's backward pass, and those of its inputs, which are saved
+    instead if attention is recomputed.
+    """
     heads = share.tokens * share.heads * share.itemsize
     queries, keys = heads * share.head_dim, share.tokens * share.kv_heads * share.head_dim * share.itemsize
     softmax = 0  # saved by `_BlockAttention` on CPUs
@@ -204,7 +205,7 @@ def _attention(share: Share) -> tuple[int, int]:
 
 
 def _loss(share: Share) -> tuple[int, int]:
-    """Return the bytes saved between the last block and the loss, and the workspace of the loss."""
+    """Return the bytes saved between the last block and the loss, and the temporary ones of the loss's derivatives."""
     e, stream = share.itemsize, share.rows * share.width * share.itemsize
     logits, table, narrow = share.tokens * share.vocabulary, share.table * e, e < FP32
     if share.split:  # saves the logits; the derivative overwrites them, in low precision through fp32

@@ -15,7 +15,7 @@ from .flops import count_parameters
 
 
 def warmup_steps(config: RunConfig) -> int:
-    """Return the number of warm-up steps: by default one token per parameter, and at most a share of the run."""
+    """Return the number of warm-up steps: by default a token per active parameter, within `warmup_max_share`."""
     schedule = config.schedule
     tokens: float | None = schedule.warmup_tokens
     if tokens is None:
@@ -28,9 +28,9 @@ def decay_steps(config: RunConfig) -> int:
 
 
 def trunk_steps(config: RunConfig) -> int:
-    """Return how many of a run's first steps a longer run of the same N can share.
+    """Return how many of a run's first steps a longer run of the same model can reuse: those before the decay.
 
-    These are all before the decay; the schedules cosine and points have none.
+    The last step is never one of them. The schedules cosine and points give 0.
     """
     if config.schedule.kind in ("cosine", "points"):
         return 0
@@ -38,9 +38,9 @@ def trunk_steps(config: RunConfig) -> int:
 
 
 def same_until(first: RunConfig, second: RunConfig) -> int:
-    """Return how many first steps of two runs are identical, bit for bit; 0 if none.
+    """Return how many steps two runs have in common from the start, bit for bit.
 
-    Runs that differ only in D, and have equally many warm-up steps, are identical until the first decay.
+    Runs that differ only in D, and have equally many warm-up steps, share those before the first decay.
     """
     if identity(replace(first, tokens=0)) != identity(replace(second, tokens=0)):
         return 0
@@ -52,7 +52,7 @@ def same_until(first: RunConfig, second: RunConfig) -> int:
 
 
 def learning_rate_factor(config: RunConfig, step: int) -> float:
-    """Return the share of the peak learning rate that a step (0-based) uses."""
+    """Return the learning rate of a step (0-based), as a share of the peak."""
     warmup, final, steps = warmup_steps(config), config.schedule.final_share, config.steps
     if step < warmup:
         return (step + 1) / (warmup + 1)

@@ -32,7 +32,7 @@ from .schedule import learning_rate_factor
 
 
 def halved_micro_batch(micro_batch: int) -> int | None:
-    """Return the largest proper divisor of a micro-batch size, which still divides the batch. None for 1."""
+    """Return the largest smaller divisor of a micro-batch size, so that it still divides the batch; None for 1."""
     return next((micro_batch // d for d in range(2, micro_batch + 1) if micro_batch % d == 0), None)
 
 
@@ -48,7 +48,7 @@ class Stepper:
         report: Callable[[str], None] = print,
         record: Path | None = None,
     ) -> None:
-        """Build the model, on all ranks together. The file `record` keeps a halved micro-batch size for restarts."""
+        """Build the model; every rank calls this. The file `record` stores a reduced micro-batch size for restarts."""
         parallel = config.parallel
         self.config, self.mesh, self.device, self.stream, self.report = config, mesh, device, stream, report
         self.dtype = compute_dtype(config.precision)
@@ -97,23 +97,23 @@ class Stepper:
         self.batch = torch.empty(0)  # (share, T + 1) tokens of the current step
 
     def start(self) -> None:
-        """Load the initial weights, which are the same on any mesh."""
+        """Load the initial weights, which are the same however many ranks there are."""
         config = self.config
         weights = initial_weights(config.model, config.optimizer, config.seed)
         self.zero.load(item for item in weights if item[0] in self.zero.names)  # a pipeline stage has only some
 
     def state(self) -> dict[str, Any]:
-        """Return the number of updates and the loss scale, for a checkpoint."""
+        """Return the number of optimizer updates and the loss scaler's state, for a checkpoint."""
         return {"updates": read(self.zero.updates).item(), "loss_scale": self.scaler.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`. Call it after the tensors of `held()` are loaded."""
+        """Restore what `state` returned. Call it after loading the tensors of `held()`: weights and optimizer state."""
         self.zero.updates.fill_(state["updates"])
         self.scaler.load_state(state["loss_scale"])
         self.zero.publish()
 
     def step(self, step: int) -> StepResult:
-        """Make one optimizer step (0-based). Returns the batch's loss and gradient norm, and whether it was skipped."""
+        """Make the optimizer step with this 0-based number. Returns loss, gradient norm, and whether it was skipped."""
         self.zero.set_rates(learning_rate_factor(self.config, step))
         self.batch = self.prefetch.take(step)
         total = None
@@ -139,8 +139,8 @@ class Stepper:
 
         Args:
             windows: (n, T + 1) token ids.
-            beat: Called before every forward pass.
-            average: Number of the averaged copy to score instead of the weights.
+            beat: Called before every forward pass, to report progress.
+            average: Index of the averaged copy of the weights to score instead of the weights.
         """
         if average is not None:
             with self.zero.with_average(average):
@@ -164,7 +164,7 @@ class Stepper:
         return read(all_losses[: len(windows)])
 
     def loads(self) -> Tensor | None:
-        """Return how many tokens each expert got since the last call, (blocks, experts); None without experts."""
+        """Return the tokens per expert since the last call, (blocks with experts, experts); None without experts."""
         experts = self.config.model.experts
         loads = self.pipeline.loads() if self.pipeline is not None and experts else self.gpt.loads()
         if loads is not None and self.mesh.data_group is not None:
@@ -172,7 +172,7 @@ class Stepper:
         return None if loads is None else read(loads)
 
     def _gradients(self) -> Tensor:
-        """Run forward and backward over this rank's rows. Returns its part of the batch's mean loss (a scalar)."""
+        """Run forward and backward over this rank's rows. Returns what they add to the batch's mean loss, a scalar."""
         passes, z_loss = self.batch.split(self.micro), self.config.optimizer.z_loss
         share = self.micro / self.config.optimizer.batch_size / self.mesh.cp
         if self.pipeline is not None:
@@ -186,10 +186,10 @@ class Stepper:
         return total
 
     def _halve(self, step: int, error: Exception) -> None:
-        """Halve the micro-batch size after an out-of-memory error, once per run.
+        """Reduce the micro-batch size after an out-of-memory error, once per run; raise OutOfMemory if it cannot be.
 
-        Other ranks are inside a collective that this rank will never join, so with several ranks it takes effect at a
-        restart.
+        With several ranks always raise it; a restart uses the new size. The others wait in a collective that this rank
+        will never join.
         """
         smaller = None if self.halved else halved_micro_batch(self.micro)
         message = f"out of memory at step {step} with parallel.micro_batch_size {self.micro}"

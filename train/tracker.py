@@ -1,7 +1,4 @@
-"""Tracking with wandb, a copy of metrics.jsonl. A failure of wandb never stops a run.
-
-`isoflop sync` sends what was cut off later.
-"""
+"""Tracking with wandb, a copy of metrics.jsonl. A failure of wandb never stops a run."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class Tracker:
         report: Callable[[str], None],
         seconds: float | None = None,
     ) -> None:
-        """Start a wandb run and send the lines of metrics.jsonl. `finish` waits at most `seconds` for the server."""
+        """Start a wandb run and send what metrics.jsonl has. `finish` waits at most `seconds` for the server."""
         self._report, self._directory = report, directory
         self._run: Any = None
         self._sent, self._scores = 0, 0  # newest step sent; number of checkpoints whose scores were sent
@@ -87,9 +84,9 @@ class Tracker:
             self._sent = record["step"]
 
     def add_scores(self, scores: list[dict[str, Any]]) -> None:
-        """Send one line of `step`, `tokens` and `eval/task/metric` per checkpoint, after all training lines.
+        """Send benchmark scores: a dict of `step`, `tokens` and `eval/<task>/<metric>` per checkpoint.
 
-        Sending a line again changes nothing.
+        Call it after all training lines were sent. Sending a score again changes nothing.
         """
         for record in scores:
             if self._run is not None:
@@ -124,7 +121,7 @@ class Tracker:
 
 
 def in_sections(record: dict[str, Any]) -> dict[str, Any]:
-    """Rename a line's metrics to wandb's sections, such as `val/bpb` or, for block 0, `experts/load_max/0`."""
+    """Rename metrics for wandb's sections: `val_bpb` to `val/bpb`, block 0 of `load_max` to `experts/load_max/0`."""
     named = {}
     for name, value in record.items():
         section, _, rest = name.partition("_")
@@ -147,13 +144,13 @@ def open_run(
     offline_suffix: str = "",
     **about: Any,
 ) -> Any:
-    """Start a wandb run. With mode `auto` it is offline if no server answers, which is reported.
+    """Start a wandb run. With mode `auto`, report a server that does not answer and start it offline.
 
     Args:
         folder: Where wandb keeps its files.
-        seconds: `finish()` waits this long for the server before it raises TimeoutError.
+        seconds: How long the run's `finish()` waits for the server before it raises TimeoutError.
         offline_suffix: Appended to an offline run's id, because an offline run cannot be resumed.
-        about: Further arguments of `wandb.init`, with the `id`.
+        about: Further arguments of `wandb.init`, among them `id`.
     """
     import wandb
 
@@ -221,14 +218,14 @@ def server() -> str:
 
 
 def _service() -> Any:
-    """Return the wandb process that all runs of this process share, with its settings."""
+    """Return wandb's service object, shared by all runs of this process; its `settings` name the server."""
     import wandb
 
     return wandb.setup(wandb.Settings(silent=True))
 
 
 def unreachable() -> str | None:
-    """Return why the server cannot be reached, in a few words, or None if it gives any answer."""
+    """Return in a few words why wandb's server cannot be reached; None if it answers, even with an error."""
     from http.client import HTTPException
     from ssl import SSLError
     from urllib.error import HTTPError

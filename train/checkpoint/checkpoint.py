@@ -62,7 +62,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def start(root: Path, step: int) -> Path | None:
-    """Create a temporary directory for `root/step_<n>`, which `publish` renames. Return None if a valid one exists."""
+    """Create a directory that `publish` renames to `root/step_<n>`. Return None if that is a valid checkpoint."""
     final = root / f"step_{step}"
     if final.exists() and damage(final) is None:
         # A run is deterministic, so this one has the same content, and replacing it would leave a moment without any.
@@ -75,8 +75,8 @@ def start(root: Path, step: int) -> Path | None:
 def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) -> None:
     """Complete a directory from `start`: write the manifest, flush to disk, and rename it, which makes it valid.
 
-    `described` has the manifest entries of files that ranks have already flushed. Raises UserError if rank 0 cannot see
-    one.
+    `described` maps files that ranks have already flushed to manifest entries. Raises UserError if one is not visible
+    here, on rank 0.
     """
     inside = sorted(temporary.rglob("*"))
     files = {str(path.relative_to(temporary)): path for path in inside if path.is_file()}
@@ -99,7 +99,7 @@ def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) 
 
 
 def damage(checkpoint: Path, mesh: Mesh = ALONE) -> str | None:
-    """Describe what is wrong with a checkpoint, the same on all ranks. None if every file agrees with the manifest."""
+    """Return what is wrong with a checkpoint, or None if every file agrees with the manifest; the same on all ranks."""
     return next(filter(None, mesh.gather(_damage(checkpoint, mesh.rank, mesh.size))), None)
 
 
@@ -144,7 +144,7 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
 
 
 def prune(root: Path, keep: int, newest: int, named: Collection[int]) -> None:
-    """Delete checkpoints after step `newest`. Of the others keep the last `keep` and those of steps in `named`."""
+    """Delete checkpoints after step `newest`; of the others spare steps in `named` and the last `keep` of the rest."""
     steps = list_steps(root)
     earlier = [path for step, path in steps if step <= newest and step not in named]
     for path in [*(path for step, path in steps if step > newest), *earlier[:-keep]]:
@@ -162,7 +162,7 @@ def resume_state(
 ) -> dict[str, Any] | None:
     """Load the newest valid checkpoint into this rank's tensors, `held`; return its trainer.json, or None without one.
 
-    Every rank calls it. All raise the UserError of `restore_state` if one does.
+    Every rank calls it. If `restore_state` raises UserError on one rank, all raise it.
     """
     newest = newest_valid(root, report, mesh)
     if newest is None:
@@ -174,7 +174,7 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
     """Load a checkpoint into this rank's tensors, `held`; return its trainer.json.
 
     Raises:
-        UserError: The checkpoint does not fit the model, or is of a run that differs before its step (names a field).
+        UserError: The checkpoint does not fit the model, or its run and `config` differ before its step.
     """
     saved = read_config(checkpoint)
     result = read_document(checkpoint / "trainer.json", dict[str, Any])
@@ -185,7 +185,7 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
 
 
 def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
-    """Read a checkpoint into the tensors of `held`. Raises UserError if it lacks some."""
+    """Read a checkpoint into the tensors of `held`. Raises UserError if the checkpoint lacks one."""
     if not (checkpoint / SHARDS_INDEX).is_file():
         return read_whole(checkpoint, parts(held))
     from .shards import read_shards  # imports take half a second, which one process does not need
@@ -216,7 +216,7 @@ def read_config(checkpoint: Path) -> RunConfig:
 
 @dataclass
 class LoadedCheckpoint:
-    """A checkpoint to evaluate: the model in eval mode, its config and its tokenizer."""
+    """A checkpoint loaded for evaluation."""
 
     model: GPT
     config: RunConfig
@@ -256,7 +256,7 @@ def find(path: Path | str) -> Path:
 
 
 def whole_weights(gpt: GPT, kind: str = "weight") -> list[Held]:
-    """Describe a model's weights, all on one process, for `read_tensors`. `kind`: `weight` or `average_<copy>`."""
+    """List a model's weights for `read_tensors` to fill with saved weights or, by `kind`, with `average_<index>`."""
     return [
         Held(name, kind, whole_placement(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
         for name, parameter in gpt.named_parameters()
@@ -268,7 +268,7 @@ def load_for_evaluation(
 ) -> LoadedCheckpoint:
     """Load a checkpoint, or the newest one of a run directory, for evaluation only.
 
-    `average` selects the averaged weights with this span. Raises UserError if there is no such checkpoint or average.
+    With `average`, load the averaged weights of this span. Raises UserError without such a checkpoint or average.
     """
     from ..data.tokenizers import tokenizer_from_directory
 

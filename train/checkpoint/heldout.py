@@ -1,4 +1,4 @@
-"""Loss on the fixed held-out set, for a run in training and for a checkpoint."""
+"""Loss on the fixed held-out set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HeldOut:
 
 
 def held_out(per_window: Tensor, length: int, text_bytes: int) -> HeldOut:
-    """Compute the held-out loss from `per_window`, the nats of each window summed over its tokens, (n,).
+    """Compute the held-out loss from `per_window`, the loss of each window in nats, summed over its tokens, (n,).
 
     Each window has `length` targets; all targets together stand for `text_bytes` bytes of text.
     """
@@ -42,7 +42,7 @@ def validation_steps(config: RunConfig) -> set[int]:
 
 
 def score_windows(loaded: LoadedCheckpoint) -> tuple[np.ndarray, Tensor, HeldOut]:
-    """Score a checkpoint on its held-out text; return windows (n, T + 1), summed nats of each (n,), and the loss."""
+    """Score a checkpoint on its held-out text. Return windows (n, T + 1), the loss of each (n,), and of all."""
     config = loaded.config
     length = config.data.sequence_length
     windows = validation_windows(at_hand(config.data, loaded.tokenizer), length, config.data.validation_tokens)

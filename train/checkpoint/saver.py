@@ -1,7 +1,4 @@
-"""Asynchronous checkpoint saving: the state is copied to host memory, and a thread writes it.
-
-Rank 0 makes the directory, writes the manifest last, and renames it.
-"""
+"""Asynchronous checkpoint saving: the state is copied to host memory, and a thread writes it."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class Saver:
     def __init__(
         self, root: Path, mesh: Mesh, config: RunConfig, tokenizer: Tokenizer, report: Callable[[str], None] = print
     ) -> None:
-        """Set up the saver, on all ranks together. `parallel.timeout_seconds` bounds how long one waits for others."""
+        """Set up the saver. A rank waits for others at most `parallel.timeout_seconds`."""
         self.root, self.config, self.tokenizer, self.report = root, config, tokenizer, report
         self._mesh = replace(mesh, control=None)
         if mesh.size > 1:
@@ -52,7 +49,7 @@ class Saver:
     def save(self, step: int, held: Sequence[Held], trainer: dict[str, Any]) -> Path:
         """Copy this rank's tensors (`held`) and start writing them to `root/step_<n>`; return that path.
 
-        Keeps a valid checkpoint there. `trainer` goes to trainer.json.
+        A valid checkpoint there stays. `trainer` is the content of trainer.json.
 
         Raises:
             OSError: The previous save failed; raised on every rank.
@@ -74,7 +71,7 @@ class Saver:
         return self.root / f"step_{step}"
 
     def wait(self) -> None:
-        """Block until the last save is on disk. Raises its error."""
+        """Block until the last save is on disk. Raises the error if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -90,7 +87,7 @@ class Saver:
             self._mesh = replace(self._mesh, control=None)
 
     def _stage(self, held: Sequence[Held]) -> tuple[list[Part], torch.cuda.Event | None]:
-        """Copy this rank's share of the state to host memory; return it, and on a GPU the event that marks the end."""
+        """Copy the parts that this rank writes to host memory; return the copies and, on a GPU, an event after them."""
         mine = self._mine(held)
         gpu = any(on_gpu(part.values) for part in mine)
         if [part.values.shape for part in mine] != [buffer.shape for buffer in self._buffers]:
@@ -104,7 +101,7 @@ class Saver:
         return [replace(part, values=buffer) for part, buffer in zip(mine, self._buffers, strict=True)], copied
 
     def _mine(self, held: Sequence[Held]) -> list[Part]:
-        """Return the parts that this rank writes: its share of those that several ranks hold, each written once."""
+        """Return the parts that this rank writes: those only it holds, and its share of those that several hold."""
         mesh = self._mesh
         if mesh.control is None:
             return parts(held)

@@ -1,8 +1,4 @@
-"""Tensors in the format of `torch.distributed.checkpoint` (DCP): a file per rank, and an index.
-
-A rank's boxes of one tensor are a DTensor whose local tensor is a list of boxes, because no DTensor placement describes
-them.
-"""
+"""Tensors in the format of `torch.distributed.checkpoint` (DCP): a file per rank, and an index."""
 
 from __future__ import annotations
 
@@ -36,12 +32,12 @@ from .storage import SHARDS, Part, by_key, check_shape
 
 
 def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) -> str:
-    """Write this rank's parts, which are on the CPU; return its file's path, relative to `checkpoint`.
+    """Write this rank's parts, which are on the CPU; return the path of the file, relative to `checkpoint`.
 
     Every rank of `group` calls it.
 
     Raises:
-        OSError: A rank could not write; the same on every rank.
+        OSError: A rank could not write; all ranks raise the same error.
     """
     mesh = DeviceMesh.from_group(group, "cpu")
     tensors = {}
@@ -81,7 +77,7 @@ class _Files(FileSystem):
 
 
 def read_shards(checkpoint: Path, targets: Sequence[Part]) -> None:
-    """Read a checkpoint into `targets`, in place, on any device. Raises UserError if the checkpoint lacks some."""
+    """Read saved tensors into the values of `targets`, on any device. Raises UserError if the checkpoint lacks one."""
     reader = FileSystemReader(checkpoint / SHARDS)
     try:
         index = reader.read_metadata()

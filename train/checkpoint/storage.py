@@ -47,7 +47,7 @@ class Part:
 
     @property
     def file(self) -> str:
-        """Name of the file that holds this part when one process saves."""
+        """Name of this part's file in a checkpoint of one process."""
         return WEIGHTS if self.kind == "weight" else MOMENTS
 
     @property
@@ -56,7 +56,7 @@ class Part:
 
 
 def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
-    """Cut a rank's tensors into rectangular parts. Without `shared`, omit those that all tp ranks hold."""
+    """Cut a rank's tensors into rectangles. If `shared` is False, omit those that all tensor-parallel ranks hold."""
     result = []
     for item in held:
         for box in boxes(item.placement, item.start, item.stop):
@@ -67,7 +67,7 @@ def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
 
 
 def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
-    """Divide parts that `ranks` ranks all hold into one list per rank, of about equal size. Deterministic."""
+    """Divide parts that each of `ranks` ranks holds into a list for each to write, of about equal size."""
     shares: list[list[Part]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for part in sorted(whole, key=lambda part: (-part.values.numel(), part.key, part.offset)):
@@ -85,7 +85,7 @@ def by_key(all_parts: Iterable[Part]) -> dict[str, list[Part]]:
 
 
 def write_whole(directory: Path, mine: Sequence[Part]) -> None:
-    """Join parts to whole tensors and write them to the files of one process, deterministically."""
+    """Join parts to whole tensors and write them to model.safetensors and optimizer.safetensors."""
     for name in (WEIGHTS, MOMENTS):
         tensors = {key: _join(boxes) for key, boxes in by_key(part for part in mine if part.file == name).items()}
         try:
@@ -112,7 +112,7 @@ def _join(boxes_of_one: Sequence[Part]) -> Tensor:
 
 
 def read_whole(checkpoint: Path, targets: Sequence[Part]) -> None:
-    """Read `targets`, in place, from the files of one process. Raises UserError if a file lacks some."""
+    """Read from what `write_whole` wrote into the values of `targets`. Raises UserError if a file lacks one."""
     for name, file_parts in groupby(sorted(targets, key=lambda part: part.file), key=lambda part: part.file):
         try:
             with safe_open(checkpoint / name, framework="pt") as file:
@@ -126,7 +126,7 @@ def read_whole(checkpoint: Path, targets: Sequence[Part]) -> None:
 
 
 def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:
-    """Raise UserError if `saved`, a tensor's shape in the checkpoint (None: missing), differs from the model's."""
+    """Raise UserError if the tensor's shape in the checkpoint, `saved` (None: missing), is not the model's."""
     if saved is None:
         raise UserError(f"checkpoint {checkpoint} does not fit the model: it has no {part.key}")
     if saved != part.shape:

@@ -1,7 +1,4 @@
-"""Sources of text, one document at a time: Python's own library, files, or a dataset on the Hub.
-
-A corpus's fingerprint depends on its text, not on its path.
-"""
+"""Sources of text, one document at a time: Python's own library, files, or a dataset on the Hub."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class Corpus(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits that identify the documents: the text, and how it is read."""
+        """Return 16 hex digits that identify the text and how it is cut into documents."""
         ...
 
     def size_bytes(self) -> int | None:
@@ -60,7 +57,7 @@ class Corpus(Protocol):
         return cut(self.documents(), size)
 
     def held_out(self) -> frozenset[int] | None:
-        """Return the hashes of held-out documents, or None if `below_fraction` decides by each document's hash."""
+        """Return the hashes of held-out documents; None if these are a share of all, see `below_fraction`."""
         return None
 
 
@@ -89,7 +86,7 @@ def open_corpus(config: DataConfig) -> Corpus:
 
 @dataclass(frozen=True)
 class StandardLibrary(Corpus):
-    """Every UTF-8 *.py file of Python's own library. Needs no download; its text depends on the Python version."""
+    """Every UTF-8 *.py file of Python's own library. Its text depends on the Python version."""
 
     root: Path
     max_bytes: int | None = None
@@ -156,7 +153,7 @@ class TextFiles(Corpus):
         return min(total, self.max_bytes or total)
 
     def sample(self, size: int) -> Iterator[str]:
-        """Yield the start of every file, in equal shares of `size`; what small files do not use, larger ones get."""
+        """Yield the start of every file, in equal shares of `size` bytes; larger files get what small ones leave."""
         if self.max_bytes is not None:
             yield from super().sample(size)
             return

@@ -1,7 +1,6 @@
 """The order of samples: a pure function of (seed, step), so ranks, micro-batches and restarts cannot change it.
 
-Every epoch is a permutation of all windows by Philox (Salmon et al. 2011) keyed by (seed, epoch). A batch may span
-epochs.
+Every epoch is a permutation of all windows by Philox (Salmon et al. 2011) keyed by (seed, epoch).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class TrainStream:
         self.unique_tokens = len(self._windows) * sequence_length  # targets in an epoch
 
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
-        """Return rows `start` to `start + count` of the batch of a 0-based step: token ids (count, T + 1)."""
+        """Return `count` rows (None: all) from `start` of a 0-based step's batch: token ids (count, T + 1)."""
         count = batch_size - start if count is None else count
         if step < 0 or start < 0 or count < 0 or start + count > batch_size:
             raise ValueError(f"rows {start} to {start + count} of step {step} are outside of a batch of {batch_size}")
@@ -65,7 +64,7 @@ def bytes_of(targets: npt.ArrayLike, tokenizer: Tokenizer) -> int:
 
 
 def _windows(tokens: Tokens, sequence_length: int, part: str) -> Tokens:
-    """View (m,) tokens as (n, T + 1) windows without a copy. Window i starts at token i·T."""
+    """View (m,) tokens as (n, T + 1) windows; window i starts at token i·T. The error for too few names the `part`."""
     if len(tokens) < sequence_length + 1:
         raise UserError(
             f"data.sequence_length is {sequence_length}; it must be at most {len(tokens) - 1}, because the {part} part "

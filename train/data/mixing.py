@@ -25,9 +25,9 @@ def content_hash(encoded: bytes) -> int:
 
 
 def below_fraction(digest: Any, fraction: float, blocks: Collection[int] | None = None) -> Any:
-    """Return whether a document is held out: its hash is in `blocks` if given, else among the lowest `fraction`.
+    """Return whether a document is held out: its hash is in `blocks` or, if that is None, in the lowest `fraction`.
 
-    `digest` is one hash, or an array (n,) of uint64, which gives an array.
+    `digest` is a hash, or an array (n,) of uint64, which gives an array.
     """
     if blocks is not None:
         return digest in blocks if isinstance(digest, int) else np.isin(digest, np.array([*blocks], np.uint64))
@@ -103,7 +103,7 @@ class MixedDocuments:
 
 
 def _mixed_order(digests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the indices that sort `digests`, with repeated copies moved elsewhere, and the number of these copies."""
+    """Return the indices that sort `digests`, but put repeated ones elsewhere, and how many are repeated."""
     by_digest = np.argsort(digests, kind="stable")
     ordered = digests[by_digest]
     repeated = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1

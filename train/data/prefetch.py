@@ -41,14 +41,14 @@ class Lane:
         return slot
 
     def start(self, slot: Slot) -> None:
-        """Start copying a slot to the device, once earlier work there has read its old rows."""
+        """Start copying a slot's rows to the device, after the work there that reads the previous rows."""
         with CUDA.work_on(self.stream):
             slot.events["read"].wait()
             CUDA.copy(slot.rows, slot.pages)
             slot.events["copied"].record()
 
     def arrive(self, slot: Slot) -> None:
-        """Make later work on the compute stream wait for the slot's copy."""
+        """Make work queued later on the compute stream wait for the slot's copy."""
         slot.events["copied"].wait(CUDA.current_stream(self.device))
 
     def leave(self, slot: Slot) -> None:

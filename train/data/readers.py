@@ -33,7 +33,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def format_of(path: Path) -> str | None:
-    """Return `plain`, `jsonl` or `parquet` by the file ending, or None."""
+    """Return the format by the file ending: `plain`, `jsonl` or `parquet`; None for others."""
     name = path.name.lower()
     return next((kind for suffix, kind in _FORMATS.items() if name.endswith(suffix)), None)
 
@@ -47,7 +47,7 @@ def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
 
     Args:
         field: Key or column that holds the text.
-        piece_bytes: Longer plain text is cut into documents, at blank lines where possible.
+        piece_bytes: Plain text longer than this is cut into documents, at blank lines where possible.
 
     Raises:
         UserError: The file is missing, damaged, not UTF-8, or lacks the field.
@@ -93,7 +93,7 @@ def _plain(path: Path, piece_bytes: int) -> Iterator[str]:
 
 
 def _cut(buffer: bytes, limit: int) -> int:
-    """Return where to end a document of at most `limit` bytes: after a blank line, else a line, word or character."""
+    """Return where to cut `buffer`, within `limit` bytes: after a blank line, else a line, word or character."""
     for separator in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
         position = buffer.rfind(separator, limit // 2, limit)
         if position >= 0:
@@ -226,7 +226,7 @@ def parquet_text_bytes(path: Path, field: str) -> int | None:
 
 
 def text_of(row: dict[str, Any], field: str, where: str) -> str:
-    """Return the text in a field of a row; null counts as empty text. Errors call the row `where`."""
+    """Return the text in a field of a row; null counts as empty text. UserErrors call the row `where`."""
     if field not in row:
         raise UserError(f"data.field is {field!r}; the fields of {where} are {_listed(list(row))}")
     value = row[field]
@@ -238,7 +238,7 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
 
 
 def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
-    """Yield texts up to `max_bytes` bytes of UTF-8 in all. The last one is shortened to whole characters."""
+    """Yield texts up to `max_bytes` bytes of UTF-8 in all (None: no limit). The last one is cut after a character."""
     if max_bytes is None:
         yield from texts
         return
@@ -255,7 +255,7 @@ def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
 
 
 def cut_or_refuse(texts: Iterable[str], max_bytes: int | None, complaint: str) -> Iterator[str]:
-    """Yield from `cut`. Raises UserError(complaint) at the end if there was no text."""
+    """Yield what `cut` yields. If that is nothing, raise UserError with the message `complaint`."""
     empty = True
     for text in cut(texts, max_bytes):
         empty = False

@@ -105,7 +105,7 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
 
 
 def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
-    """Return the shards of a checkpoint's corpus, built if needed. Those of a Hub corpus must be in the cache."""
+    """Return the shards of a checkpoint's corpus, built if needed. Raises UserError if a Hub corpus has none yet."""
     if config.corpus != "hf":
         return prepare(config)
     directory = _directory(config, str(config.fingerprint), config.recipe_fingerprint, tokenizer)
@@ -232,7 +232,7 @@ def _tokenize(
 
 
 def encode_part(tokenizer_or_path: Tokenizer | Path, texts: list[str]) -> list[tuple[int, Tokens, int]]:
-    """Return hash, token ids and bytes of each text. In worker processes, load the saved tokenizer from a path."""
+    """Return (hash, token ids, bytes) of each text. Worker processes get the path of a saved tokenizer."""
     tokenizer, rows = _loaded(tokenizer_or_path) if isinstance(tokenizer_or_path, Path) else tokenizer_or_path, []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         encoded = text.encode()

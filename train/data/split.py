@@ -53,7 +53,7 @@ class Blocks(Corpus):
         return self.held
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest's entry on the split: sizes in characters, and a sentence."""
+        """Return the manifest's entry on the split: sizes in characters, and an explanation."""
         sentence = (
             f"the held-out text is {counted(len(self.held), 'block')} of about {self.size} characters inside "
             f"documents, because data.validation_fraction selects too few whole documents; the {GAP} characters on "
@@ -65,8 +65,8 @@ class Blocks(Corpus):
 def split_corpus(config: DataConfig) -> Corpus:
     """Open a config's corpus. If it has too few documents to hold out whole ones, hold out blocks inside them.
 
-    A planned run keeps the plan's choice. A Hub corpus, which planning does not read, holds out whole documents; so
-    does one whose cached shards do.
+    A planned run keeps the plan's choice. Whole documents are always held out of a Hub corpus, which planning does not
+    read, and if cached shards do so.
     """
     corpus = open_corpus(config)
     if config.fingerprint is None:
@@ -117,7 +117,10 @@ def _has_few_documents(corpus: Corpus, fraction: float) -> bool:
 
 
 def _cells(text: str, size: int) -> list[tuple[int, int, int, int]]:
-    """Cut a text into equal cells with a block in each; return every cell's (start, block start, block end, end)."""
+    """Cut a text into cells, each around a block of about `size` characters; return their positions.
+
+    A cell is (start, block start, block end, end).
+    """
     count = max(1, len(text) // (size + 2 * GAP))
     gap = GAP if count > 1 else 0
     edges = [len(text) * i // count for i in range(count + 1)]

@@ -69,8 +69,8 @@ def locked(cache: Path, name: str, progress: Progress = silent) -> Iterator[None
 def building(final: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `final` if the block succeeds, and removed if it fails.
 
-    Call it while holding the lock of `final`, because it removes what killed builders left. Raises UserError if the
-    disk is full.
+    Call it while holding the lock of `final`, because it removes folders that killed builders left. Raises UserError if
+    the disk is full.
     """
     try:
         for leftover in final.parent.glob(f".{final.name}.*"):

@@ -54,9 +54,7 @@ def load_tokenizer(config: DataConfig, corpus: Corpus | None, cache: Path, progr
 
 
 def planned_vocab_size(config: DataConfig) -> int:
-    """Return the vocabulary's size without reading the corpus. With a very small corpus a BPE leaves the last ids
-    unused.
-    """
+    """Return the vocabulary's size without reading the corpus. On a very small corpus a BPE uses only the first ids."""
     if config.tokenizer == "bytes":
         return 256
     if config.tokenizer == "bpe":
@@ -72,7 +70,7 @@ def planned_vocab_size(config: DataConfig) -> int:
 def planned_fingerprint(config: DataConfig) -> str:
     """Return "bytes", "bpe", or a hash of the tokenizer file, without reading the corpus.
 
-    A trained BPE follows from the corpus and the vocabulary size.
+    A BPE follows from the corpus and the vocabulary size, so it needs no hash.
     """
     return config.tokenizer if config.tokenizer in ("bytes", "bpe") else _from_file(config.tokenizer).fingerprint
 
@@ -235,7 +233,7 @@ def _configured_end(path: Path) -> list[str]:
 
 
 def _token_bytes(content: dict[str, Any], backend: Any, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return how many bytes of text each id stands for, (vocab_size,). A byte-level token has one per character."""
+    """Return how many bytes of text each id stands for, (vocab_size,). In byte-level tokens a character is a byte."""
     sizes = np.zeros(vocab_size, np.int64)
     added = {token["id"] for token in content["added_tokens"]}
     steps = [content.get("decoder"), content.get("pre_tokenizer")]
@@ -324,7 +322,7 @@ def _sample(config: DataConfig, corpus: Corpus, progress: Progress) -> Iterator[
 
 
 def _cut_words(text: str) -> Iterator[str]:
-    """Cut a text inside very long words, which would slow training by minutes."""
+    """Yield a text in pieces, cut inside very long words, which would slow the tokenizer's training by minutes."""
     start = 0
     for at in range(_WORD, len(text), _WORD):
         if _RUN.fullmatch(text, at - _WORD, at):

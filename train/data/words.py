@@ -21,7 +21,7 @@ _BEFORE = {"letters": "a", "digits": "1", "others": "!"}  # a prefix that forms 
 
 
 def can_encode(content: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json is a byte-level BPE that leaves text unchanged and splits it by GPT-2's rule."""
+    """Return whether a tokenizer.json is a byte-level BPE that only splits text by GPT-2's regular expression."""
     model, cut = content.get("model") or {}, content.get("pre_tokenizer") or {}
     return (
         model.get("type") == "BPE"

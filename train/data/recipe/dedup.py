@@ -1,7 +1,6 @@
 """Deduplication: exact copies, near duplicates by MinHash, and overlap by a Bloom filter.
 
-The first of a group stays: held-out documents first, then by the hash of the text. So the order of files
-has no effect. Broder 1997; Lee et al. 2022 (arXiv:2107.06499); Li et al. 2024 (arXiv:2406.11794).
+Broder 1997; Lee et al. 2022 (arXiv:2107.06499); Li et al. 2024 (arXiv:2406.11794).
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ class Duplicates:
 
 
 def ranks(digests: Hashes, held: Flags) -> Integers:
-    """Return each document's rank (n,): held-out documents first, then by hash. Of duplicates the first stays."""
+    """Return each document's rank (n,): held-out ones first, then by hash. Of duplicates the lowest rank stays."""
     rank = np.empty(len(digests), np.int64)
     rank[np.lexsort((digests, ~held))] = np.arange(len(digests))
     return rank
 
 
 def exact(digests: Hashes, held: Flags) -> Duplicates:
-    """Find repeated copies by their hashes. All copies of a held-out text are held out, and none is removed."""
+    """Find exact copies: documents with equal `digests`, (n,). Those that are held out, (n,) `held`, all stay."""
     return _firsts(digests, np.arange(len(digests)), held)
 
 
 def candidates(band: Callable[[int], Hashes], bands: int, usable: Flags) -> Flags:
-    """Return a mask (n,) of usable documents that have the same hash as another one in some band."""
+    """Return a mask (n,) of usable documents that share a hash with another in any band i; `band(i)` is (n,)."""
     is_candidate = np.zeros(len(usable), bool)
     for number in range(bands):
         order, group = _groups(band(number), usable, np.arange(len(usable)))
@@ -68,8 +67,8 @@ def near(
     """Find near duplicates: pairs with a Jaccard similarity of at least `threshold`.
 
     Args:
-        band: `band(i)` returns the hashes (n,) of band i.
-        sets: The sorted n-grams of all documents, empty for documents that are no candidates.
+        band: `band(i)` returns the documents' hashes (n,) of band i of the signatures.
+        sets: Hashed n-grams, sorted in each document; documents that are not `candidates` have none.
         offsets: (n + 1,) where each document's n-grams start in `sets`.
         digests: (n,) hashes of the texts.
         held: (n,) whether a document is held out.
@@ -92,7 +91,7 @@ def near(
 
 
 def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, Integers]:
-    """Return documents that share a hash, sorted by rank within each group, and the group number of each."""
+    """Return usable documents that share their hash, by group and rank within it, and the group number of each."""
     at = np.flatnonzero(usable)
     order = at[np.lexsort((rank[at], hashes[at]))]
     group = np.cumsum(_begins(hashes[order])) - 1
@@ -103,7 +102,7 @@ def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, In
 def _verified(
     order: Integers, group: Integers, cluster: Integers, alike: Callable[[Integers, Integers], Flags]
 ) -> Integers:
-    """Return the similar pairs (edges, 2) of a document and the first of its group; group the other documents again."""
+    """Return similar pairs (pairs, 2) of a document and the first of its group; then regroup the dissimilar ones."""
     edges = [np.empty((0, 2), np.int64)]
     for _ in range(32):
         if not len(order):
@@ -118,7 +117,7 @@ def _verified(
 
 
 def jaccard(a: Integers, b: Integers, sets: npt.NDArray[np.uint32], offsets: Offsets) -> npt.NDArray[np.float64]:
-    """Return the exact Jaccard similarity of each pair of documents, with indices `a` and `b`, all (pairs,)."""
+    """Return the exact Jaccard similarity of documents a[i] and b[i] for each i, (pairs,). `sets`: see `near`."""
     sizes = np.diff(offsets)
     both = sizes[a] + sizes[b]
     shared = np.zeros(len(a), np.int64)
@@ -155,7 +154,7 @@ def _begins(group: npt.NDArray[Any]) -> Flags:
 
 
 def _leaders(order: Integers, group: npt.NDArray[Any]) -> Integers:
-    """Return, for each document in `order`, the first document of its group."""
+    """Return, for each document in `order`, the first one in there with the same number in `group`."""
     return order[np.maximum.accumulate(np.where(_begins(group), np.arange(len(order)), 0))]
 
 
@@ -167,10 +166,10 @@ def bloom(
     share: float,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Duplicates:
-    """Find documents that share at least `share` of their n-grams with earlier documents. Does not set `like`.
+    """Find documents of whose n-grams at least `share` occur in documents of lower rank. `like` is not determined.
 
-    `hashes` are the n-grams of all documents including repeated ones; document i's start at `offsets[i]`. Overlap with
-    held-out documents sets `leaked` and is counted separately.
+    `hashes` has every document's n-grams including repeated ones; document i's start at `offsets[i]`. Those in held-out
+    documents are counted separately, and enough of them set `leaked`.
     """
     from rbloom import Bloom
 

@@ -1,7 +1,6 @@
 """Rules and models that judge one document at a time.
 
-The Gopher rules for prose are those of Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1. On the same
-words they remove the same documents as datatrove.
+On the same words, the Gopher rules (Rae et al. 2021, arXiv:2112.11446) remove the same documents as datatrove.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 @cache
 def make_filter(step: Step) -> Filter:
-    """Return a function that applies a one-document step to texts, with the step's model loaded."""
+    """Return a function from texts to the reason why a step removes each, or None. Loads the step's model."""
     if step.kind == "quality":
         score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
         return lambda texts: [
@@ -141,7 +140,7 @@ def _other_language(text: str, step: Step) -> str | None:
 
 
 def good_label(labels: Sequence[str]) -> int:
-    """Return the index of the label for good text: one named in `GOOD`, else the last."""
+    """Return the index of the label that means good text: the first that `GOOD` lists, else the last."""
     plain = [label.removeprefix("__label__").lower() for label in labels]
     return next((i for i, label in enumerate(plain) if label in GOOD), len(labels) - 1)
 

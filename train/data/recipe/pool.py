@@ -57,7 +57,7 @@ class Pool:
             process.wait()
 
     def map(self, function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[Any]:
-        """Yield results of function(*job) in order of completion, reading only a few jobs ahead."""
+        """Yield the result of function(*job) for each job, in order of completion. Takes jobs only a few ahead."""
         if self._count == 1:
             for job in jobs:
                 yield function(*job)
@@ -130,7 +130,7 @@ def _serve(jobs: BinaryIO, results: BinaryIO) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent is gone."""
+    """End this process when the process `parent` is gone."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -126,7 +126,7 @@ def recipe_label(recipe: Sequence[str]) -> str:
 
 
 def fingerprint(recipe: Sequence[str]) -> str | None:
-    """Return 16 hex digits that identify a recipe's steps, their versions and models, or None for raw text."""
+    """Return 16 hex digits that identify a recipe's steps, their versions and models; None for an empty recipe."""
     steps = parse(recipe)
     if not steps:
         return None

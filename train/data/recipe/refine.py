@@ -38,7 +38,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> Iterator[list[str]]:
-    """Group texts into lists that end once they have `size` characters or `documents` texts."""
+    """Group texts into lists, each ended once it has `size` characters or, unless None, `documents` texts."""
     part: list[str] = []
     characters = 0
     for text in texts:
@@ -76,10 +76,10 @@ def read_texts(folder: Path, number: int, asked: Flags | None = None) -> list[st
 
 
 def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[Step]) -> int:
-    """Run one-document steps over the documents in part `number` that `asked` selects; return `number`.
+    """Run one-document steps over the documents in part `number` where `asked` is True; return `number`.
 
-    Writes `step` (documents,) int16, the index of the step that removes each document or -1, and `reason`, an index
-    into the list `reasons`.
+    Writes to `<number>.<kind>`: `step` (documents,), the index of the step that removes each document or -1, and
+    `reason`, an index into the list `reasons`.
     """
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
@@ -94,9 +94,10 @@ def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[
 
 
 def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
-    """Write the hashed signatures of the documents in part `number` that `asked` selects; return `number`.
+    """Sign the documents in part `number` where `asked` is True; return `number`.
 
-    `bands` (bands, documents) has a hash per band, `words` (documents,) whether a document has words.
+    Writes to `<number>.<kind>`: `bands` (bands, documents), hashes of `rows` numbers of a signature each, and `words`
+    (documents,), whether a document has words.
     """
     hashes, offsets = shingles.ngrams(read_texts(folder, number, asked), NEAR_WORDS)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
@@ -105,7 +106,10 @@ def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, ro
 
 
 def ngrams_part(folder: Path, number: int, kind: str, asked: Flags, words: int, as_sets: bool = False) -> int:
-    """Write `hashes` and `offsets` of n-grams of part `number`'s documents that `asked` selects; return `number`."""
+    """Hash the n-grams, of `words` words, of documents in part `number` where `asked` is True; return `number`.
+
+    Writes `hashes` and `offsets` to `<number>.<kind>`; `as_sets` applies `shingles.distinct`.
+    """
     grams: tuple[Any, Any] = shingles.ngrams(read_texts(folder, number, asked), words)
     hashes, offsets = shingles.distinct(*grams) if as_sets else grams
     save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
@@ -145,7 +149,7 @@ class Refinery:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self) -> Refinery:
-        """Decide which documents stay; return self. Arrays cover all documents, in the order of the parts."""
+        """Decide which documents stay; return self. Fills `report` and, in the order of the parts, `removed`."""
         require(self._recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
         with Pool() as pool:
@@ -180,7 +184,7 @@ class Refinery:
         return int(self._bytes[self.removed < 0].sum())
 
     def documents(self) -> Iterator[str]:
-        """Yield the texts that stay, including held-out ones. Meanwhile store the texts for `write_examples`."""
+        """Yield the texts that stay, including held-out ones. Also collect what `write_examples` needs."""
         for number, at in self._parts:
             for i, text in enumerate(read_texts(self.folder, number), start=at.start):
                 if i in self._examples:
@@ -191,9 +195,10 @@ class Refinery:
                     yield text
 
     def write_examples(self, path: Path) -> None:
-        """Write the examples of removed documents as JSON lines, first step first.
+        """Write examples of removed documents as JSON lines, in the order of the steps.
 
-        Each has step, reason, bytes and text, and for near duplicates `like`. Call it after `documents` is exhausted.
+        Each has step, reason, bytes, text and, for copies and near duplicates, `like`: the text that stayed. Call it
+        after `documents` is exhausted.
         """
         lines = (json.dumps(example, ensure_ascii=False) for example in self._examples.values())
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
@@ -220,7 +225,7 @@ class Refinery:
             self.held &= self._digests != np.uint64(self.highest)
 
     def _unwritten(self) -> Iterator[tuple[Path, int, list[str]]]:
-        """Yield (folder, number, texts) of parts that are not on disk, or hold other texts there."""
+        """Yield (folder, number, texts) of parts whose file is missing or has other texts."""
         self._count = 0
         for number, part in enumerate(in_parts(self._corpus.documents(), PART_BYTES, PART_DOCUMENTS)):
             self._count = number + 1
@@ -317,7 +322,7 @@ class Refinery:
             self._progress(stage, done, len(self))
 
     def _bands(self, number: int, kind: str, bands: int) -> Callable[[int], shingles.Hashes]:
-        """Write one file per band. Return a function that reads a band's hashes of all documents, by its index."""
+        """Join the part files `kind` into one file per band. Return a function from a band's index to its hashes."""
         files = [self.folder / f"all.{number}-{i:03d}" for i in range(bands)]
         for file in files:
             file.unlink(missing_ok=True)
@@ -328,7 +333,7 @@ class Refinery:
         return lambda i: np.fromfile(files[i], np.uint64)
 
     def _joined(self, number: int, kind: str) -> tuple[Any, npt.NDArray[np.int64]]:
-        """Return the hashes of all parts, memory-mapped from one file, and where each document's hashes start."""
+        """Join the `hashes` in the part files `kind`, memory-mapped. Return them, and where each document's start."""
         path, counts = self.folder / f"all.{number}-hashes", [np.zeros(1, np.int64)]
         with open(path, "wb") as file:
             for n, _ in self._parts:

@@ -80,7 +80,7 @@ def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
 
 
 def word_hashes(values: Hashes, starts: Offsets, ends: Offsets) -> Hashes:
-    """Hash each word of a text, given its `byte_values` and the positions where words start and end."""
+    """Hash each word of a text, given its bytes as `byte_values()` and the positions where words start and end."""
     return _mixed(run_hashes(values, starts, ends))
 
 
@@ -91,7 +91,7 @@ def gram_hashes(words: Hashes, length: int) -> Hashes:
 
 
 def run_hashes(values: Hashes, starts: Offsets | slice, ends: Offsets | slice) -> Hashes:
-    """Hash the values from each start to its end, as a polynomial. Equal runs have equal hashes at any position."""
+    """Hash the slice of `values` from each start to its end, as a polynomial. Equal slices have equal hashes."""
     powers, inverses = _powers(1 << max(len(values) - 1, 0).bit_length())
     sums = np.zeros(len(values) + 1, np.uint64)
     np.cumsum(values * powers[: len(values)], out=sums[1:])
@@ -113,7 +113,7 @@ def _powers(size: int) -> tuple[Hashes, Hashes]:
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Apply SplitMix64's finalizer: every bit of a value changes half the bits of the result."""
+    """Apply SplitMix64's finalizer: changing one bit of a value changes about half of the result's."""
     values = values + _ODD
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -121,9 +121,9 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -> tuple[int, int]:
-    """Return (bands, rows per band) into which to cut signatures. More rows give fewer candidates.
+    """Return (bands, numbers per band) into which to cut signatures of `slots` numbers, with bands as long as possible.
 
-    At most the share `missed` of pairs whose similarity is `threshold` has no band in common.
+    Of pairs whose similarity is `threshold`, at most the share `missed` has no band in common.
     """
     best = (1, 1)
     for rows in range(1, slots + 1):
@@ -136,7 +136,7 @@ def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -
 
 
 def signatures(hashes: Hashes, offsets: Offsets) -> npt.NDArray[np.uint32]:
-    """Return the MinHash signature of each document, (documents, SLOTS); without n-grams it is meaningless."""
+    """Return the MinHash signature of each document, (documents, SLOTS); arbitrary for one without n-grams."""
     from rensa import RMinHash
 
     if (version := RMinHash.ALGORITHM_VERSION) != ALGORITHM:
@@ -160,10 +160,7 @@ def band_hashes(signed: npt.NDArray[np.uint32], bands: int, rows: int) -> Hashes
 
 
 def distinct(hashes: Hashes, offsets: Offsets) -> tuple[npt.NDArray[np.uint32], Offsets]:
-    """Return each document's sorted distinct hashes, and offsets where each document starts.
-
-    Hashes are cut to 32 bits.
-    """
+    """Return each document's distinct hashes, cut to 32 bits and sorted, and offsets where each document's start."""
     document = np.repeat(np.arange(len(offsets) - 1, dtype=np.uint64), np.diff(offsets))
     keys = np.sort((document << np.uint64(32)) | (hashes >> np.uint64(32)))
     keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
