@@ -327,7 +327,7 @@ class RunConfig(Training):
 
 
 def identity(node: Any) -> dict[str, Any]:
-    """Return what identifies a run: its config, or one group, without cosmetic fields and unset `later` ones."""
+    """Return what identifies a run: a dict of its config, or of a group, without cosmetic and unset `later` fields."""
     result: dict[str, Any] = {}
     types = _types(node.__class__)
     for item in dataclasses.fields(node):
@@ -356,7 +356,7 @@ def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def canonical_json(value: Any) -> str:
-    """Return JSON with sorted keys, no spaces and shortest round-trip floats, so that equal values give equal text."""
+    """Return JSON with sorted keys, no spaces and shortest round-trip floats: equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

@@ -129,7 +129,7 @@ def _state(config: RunConfig, share: Share) -> tuple[int, int, int]:
         return parameter.size * elements + sum(of_matrices)
 
     def owned(count: Callable[[Parameter], int], first: int) -> int:
-        """Sum `count` over this rank's parameters, or only over its share if the ZeRO stage is at least `first`."""
+        """Sum `count` over this rank's parameters or, if the ZeRO stage is at least `first`, its share of them."""
         return sum(
             size // ranks if zero >= first else size for size, ranks in replicated_elements(share, config, count)
         )

@@ -164,7 +164,7 @@ class Stepper:
         return read(all_losses[: len(windows)])
 
     def loads(self) -> Tensor | None:
-        """Return the tokens per expert since the last call, (blocks with experts, experts); None without experts."""
+        """Return each expert's tokens since the last call, (blocks with experts, experts); None without experts."""
         experts = self.config.model.experts
         loads = self.pipeline.loads() if self.pipeline is not None and experts else self.gpt.loads()
         if loads is not None and self.mesh.data_group is not None:
@@ -186,7 +186,7 @@ class Stepper:
         return total
 
     def _halve(self, step: int, error: Exception) -> None:
-        """Reduce the micro-batch size after an out-of-memory error, once per run; raise OutOfMemory if it cannot be.
+        """Reduce the micro-batch size after an out-of-memory error, once per run, else raise OutOfMemory.
 
         With several ranks always raise it; a restart uses the new size. The others wait in a collective that this rank
         will never join.

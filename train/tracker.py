@@ -74,7 +74,7 @@ class Tracker:
             self._send(record)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Send one line of metrics, unless its step was sent."""
+        """Send one line of metrics, unless its step is already sent."""
         if self._run is not None:
             self._guard("logging", lambda: self._send(record))
 
@@ -193,7 +193,7 @@ def is_online(run: Any) -> bool:
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl by step. If a resumed run repeated a step, only its last line stays."""
+    """Return the lines of a run's metrics.jsonl, sorted by step: only the last one of a step that was repeated."""
     records = read_json_lines(directory / "metrics.jsonl")
     lines = {line["step"]: line for line in records if isinstance(line.get("step"), int)}
     return [lines[step] for step in sorted(lines)]

@@ -62,7 +62,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def start(root: Path, step: int) -> Path | None:
-    """Create a directory that `publish` renames to `root/step_<n>`. Return None if that is a valid checkpoint."""
+    """Create and return a directory, which `publish` renames to `root/step_<n>`; None if that is already valid."""
     final = root / f"step_{step}"
     if final.exists() and damage(final) is None:
         # A run is deterministic, so this one has the same content, and replacing it would leave a moment without any.
@@ -75,8 +75,7 @@ def start(root: Path, step: int) -> Path | None:
 def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) -> None:
     """Complete a directory from `start`: write the manifest, flush to disk, and rename it, which makes it valid.
 
-    `described` maps files that ranks have already flushed to manifest entries. Raises UserError if one is not visible
-    here, on rank 0.
+    `described` maps files that ranks have already flushed to manifest entries. Raises UserError if rank 0 lacks one.
     """
     inside = sorted(temporary.rglob("*"))
     files = {str(path.relative_to(temporary)): path for path in inside if path.is_file()}
@@ -144,7 +143,7 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
 
 
 def prune(root: Path, keep: int, newest: int, named: Collection[int]) -> None:
-    """Delete checkpoints after step `newest`; of the others spare steps in `named` and the last `keep` of the rest."""
+    """Delete checkpoints after step `newest`. Of the others, keep steps in `named` and the last `keep` of the rest."""
     steps = list_steps(root)
     earlier = [path for step, path in steps if step <= newest and step not in named]
     for path in [*(path for step, path in steps if step > newest), *earlier[:-keep]]:
@@ -185,7 +184,7 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
 
 
 def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
-    """Read a checkpoint into the tensors of `held`. Raises UserError if the checkpoint lacks one."""
+    """Fill the tensors of `held` from a checkpoint. Raises UserError if the checkpoint lacks one."""
     if not (checkpoint / SHARDS_INDEX).is_file():
         return read_whole(checkpoint, parts(held))
     from .shards import read_shards  # imports take half a second, which one process does not need
@@ -256,7 +255,7 @@ def find(path: Path | str) -> Path:
 
 
 def whole_weights(gpt: GPT, kind: str = "weight") -> list[Held]:
-    """List a model's weights for `read_tensors` to fill with saved weights or, by `kind`, with `average_<index>`."""
+    """Describe a model's weights as targets of `read_tensors`. `kind`: the saved `weight`, or `average_<index>`."""
     return [
         Held(name, kind, whole_placement(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
         for name, parameter in gpt.named_parameters()

@@ -42,7 +42,7 @@ def validation_steps(config: RunConfig) -> set[int]:
 
 
 def score_windows(loaded: LoadedCheckpoint) -> tuple[np.ndarray, Tensor, HeldOut]:
-    """Score a checkpoint on its held-out text. Return windows (n, T + 1), the loss of each (n,), and of all."""
+    """Score a checkpoint on its held-out text. Return token windows (n, T + 1), the nats of each (n,), and the loss."""
     config = loaded.config
     length = config.data.sequence_length
     windows = validation_windows(at_hand(config.data, loaded.tokenizer), length, config.data.validation_tokens)

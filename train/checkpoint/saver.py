@@ -87,7 +87,7 @@ class Saver:
             self._mesh = replace(self._mesh, control=None)
 
     def _stage(self, held: Sequence[Held]) -> tuple[list[Part], torch.cuda.Event | None]:
-        """Copy the parts that this rank writes to host memory; return the copies and, on a GPU, an event after them."""
+        """Start copying this rank's parts to host memory. Return the copies and, on a GPU, the event of their end."""
         mine = self._mine(held)
         gpu = any(on_gpu(part.values) for part in mine)
         if [part.values.shape for part in mine] != [buffer.shape for buffer in self._buffers]:

@@ -47,7 +47,7 @@ class Part:
 
     @property
     def file(self) -> str:
-        """Name of this part's file in a checkpoint of one process."""
+        """Name of this part's file in a checkpoint that one process wrote."""
         return WEIGHTS if self.kind == "weight" else MOMENTS
 
     @property
@@ -67,7 +67,7 @@ def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
 
 
 def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
-    """Divide parts that each of `ranks` ranks holds into a list for each to write, of about equal size."""
+    """Divide parts that all of `ranks` ranks hold: return a list for each rank to write, of about equal size."""
     shares: list[list[Part]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for part in sorted(whole, key=lambda part: (-part.values.numel(), part.key, part.offset)):
@@ -112,7 +112,7 @@ def _join(boxes_of_one: Sequence[Part]) -> Tensor:
 
 
 def read_whole(checkpoint: Path, targets: Sequence[Part]) -> None:
-    """Read from what `write_whole` wrote into the values of `targets`. Raises UserError if a file lacks one."""
+    """Fill the values of `targets` from the files that `write_whole` wrote. Raises UserError if a file lacks one."""
     for name, file_parts in groupby(sorted(targets, key=lambda part: part.file), key=lambda part: part.file):
         try:
             with safe_open(checkpoint / name, framework="pt") as file:

@@ -53,11 +53,11 @@ class Corpus(Protocol):
         ...
 
     def sample(self, size: int) -> Iterator[str]:
-        """Yield up to `size` bytes of text that represent the corpus, to train a tokenizer. Deterministic."""
+        """Yield up to `size` bytes of text that represent the corpus, to train a tokenizer."""
         return cut(self.documents(), size)
 
     def held_out(self) -> frozenset[int] | None:
-        """Return the hashes of held-out documents; None if these are a share of all, see `below_fraction`."""
+        """Return the hashes of held-out documents; None if `below_fraction` holds out a share of all documents."""
         return None
 
 

@@ -27,7 +27,7 @@ class TrainStream:
         self.unique_tokens = len(self._windows) * sequence_length  # targets in an epoch
 
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
-        """Return `count` rows (None: all) from `start` of a 0-based step's batch: token ids (count, T + 1)."""
+        """Return `count` rows (None: the rest) of a 0-based step's batch from row `start`: token ids (count, T + 1)."""
         count = batch_size - start if count is None else count
         if step < 0 or start < 0 or count < 0 or start + count > batch_size:
             raise ValueError(f"rows {start} to {start + count} of step {step} are outside of a batch of {batch_size}")

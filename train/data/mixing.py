@@ -25,7 +25,7 @@ def content_hash(encoded: bytes) -> int:
 
 
 def below_fraction(digest: Any, fraction: float, blocks: Collection[int] | None = None) -> Any:
-    """Return whether a document is held out: its hash is in `blocks` or, if that is None, in the lowest `fraction`.
+    """Return whether a document is held out: its hash is in `blocks` or, if None, in the lowest `fraction` of hashes.
 
     `digest` is a hash, or an array (n,) of uint64, which gives an array.
     """

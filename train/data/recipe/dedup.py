@@ -34,19 +34,19 @@ class Duplicates:
 
 
 def ranks(digests: Hashes, held: Flags) -> Integers:
-    """Return each document's rank (n,): held-out ones first, then by hash. Of duplicates the lowest rank stays."""
+    """Return each document's rank (n,): held-out ones first, then by hash. Of duplicates the first stays."""
     rank = np.empty(len(digests), np.int64)
     rank[np.lexsort((digests, ~held))] = np.arange(len(digests))
     return rank
 
 
 def exact(digests: Hashes, held: Flags) -> Duplicates:
-    """Find exact copies: documents with equal `digests`, (n,). Those that are held out, (n,) `held`, all stay."""
+    """Find exact copies: all but the first of documents with equal `digests`, (n,). Held-out copies all stay."""
     return _firsts(digests, np.arange(len(digests)), held)
 
 
 def candidates(band: Callable[[int], Hashes], bands: int, usable: Flags) -> Flags:
-    """Return a mask (n,) of usable documents that share a hash with another in any band i; `band(i)` is (n,)."""
+    """Return a mask (n,) of usable documents that share a hash with another in any band. `band`: see `near`."""
     is_candidate = np.zeros(len(usable), bool)
     for number in range(bands):
         order, group = _groups(band(number), usable, np.arange(len(usable)))
@@ -102,7 +102,7 @@ def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, In
 def _verified(
     order: Integers, group: Integers, cluster: Integers, alike: Callable[[Integers, Integers], Flags]
 ) -> Integers:
-    """Return similar pairs (pairs, 2) of a document and the first of its group; then regroup the dissimilar ones."""
+    """Return pairs (pairs, 2) of a document and the first of its group that are `alike`; regroup the others."""
     edges = [np.empty((0, 2), np.int64)]
     for _ in range(32):
         if not len(order):
@@ -154,7 +154,7 @@ def _begins(group: npt.NDArray[Any]) -> Flags:
 
 
 def _leaders(order: Integers, group: npt.NDArray[Any]) -> Integers:
-    """Return, for each document in `order`, the first one in there with the same number in `group`."""
+    """Return, for each document in `order`, the first document there with the same number in `group`."""
     return order[np.maximum.accumulate(np.where(_begins(group), np.arange(len(order)), 0))]
 
 
@@ -166,7 +166,7 @@ def bloom(
     share: float,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Duplicates:
-    """Find documents of whose n-grams at least `share` occur in documents of lower rank. `like` is not determined.
+    """Find documents of whose n-grams at least `share` occur in documents of lower rank. `like` has no meaning.
 
     `hashes` has every document's n-grams including repeated ones; document i's start at `offsets[i]`. Those in held-out
     documents are counted separately, and enough of them set `leaked`.

@@ -39,7 +39,7 @@ _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 @cache
 def make_filter(step: Step) -> Filter:
-    """Return a function from texts to the reason why a step removes each, or None. Loads the step's model."""
+    """Return a function from texts to the reason why the step removes each, None if it stays. Loads the model."""
     if step.kind == "quality":
         score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
         return lambda texts: [

@@ -94,10 +94,10 @@ def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[
 
 
 def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
-    """Sign the documents in part `number` where `asked` is True; return `number`.
+    """Hash the MinHash bands of the documents in part `number` where `asked` is True; return `number`.
 
-    Writes to `<number>.<kind>`: `bands` (bands, documents), hashes of `rows` numbers of a signature each, and `words`
-    (documents,), whether a document has words.
+    Writes to `<number>.<kind>`: `bands` (bands, documents), a hash of `rows` numbers each, and `words` (documents,),
+    whether a document has words.
     """
     hashes, offsets = shingles.ngrams(read_texts(folder, number, asked), NEAR_WORDS)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
@@ -149,7 +149,7 @@ class Refinery:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self) -> Refinery:
-        """Decide which documents stay; return self. Fills `report` and, in the order of the parts, `removed`."""
+        """Decide which documents stay; return self. Fills `removed`, the step that removed each or -1, and `report`."""
         require(self._recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
         with Pool() as pool:

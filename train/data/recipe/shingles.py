@@ -1,4 +1,4 @@
-"""Documents as sets of hashed word n-grams, and MinHash signatures of those sets, to find duplicates.
+"""Documents as sets of hashed word n-grams, and MinHash signatures of those sets.
 
 A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case. Signatures are rensa's (Fast
 Similarity Sketching, Dahlgaard et al. 2017, arXiv:1704.04370): two documents agree in a slot with a probability equal
