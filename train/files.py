@@ -23,7 +23,7 @@ HALVED = "micro_batch.json"  # written when memory ran out: the next start uses 
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a NumPy scalar or a path to a JSON value, for `json.dumps(default=...)`."""
+    """Convert a NumPy scalar or a path for `json.dumps(default=...)`. Raises TypeError for other values."""
     if type(value).__module__ == "numpy":  # not imported, so that commands that only read start in half the time
         return value.item()
     if isinstance(value, Path):

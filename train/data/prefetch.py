@@ -83,7 +83,7 @@ class Prefetch:
         return slot.rows
 
     def ahead(self, step: int) -> None:
-        """Start gathering a later step's rows. Call it after the current step's work is queued on the device."""
+        """Start gathering and copying a later step's rows. Call it once the current step's work is queued."""
         if self._lane is not None:
             self._release(self._lane)
             self._fill(self._lane, self._ring[step % RING], step)

@@ -166,7 +166,7 @@ def bloom(
     share: float,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Duplicates:
-    """Find documents of whose n-grams at least `share` occur in documents of lower rank. `like` has no meaning.
+    """Find documents of whose n-grams at least `share` occur in ones of lower rank. `like` is each one's own index.
 
     `hashes` has every document's n-grams including repeated ones; document i's start at `offsets[i]`. Those in held-out
     documents are counted separately, and enough of them set `leaked`.

@@ -109,7 +109,7 @@ def gopher_repetition(text: str) -> str | None:
 
 
 def _duplicate_ngrams(words: list[str], n: int) -> int:
-    """Count the characters in word n-grams that occurred before, each character once."""
+    """Count the characters, without spaces, of word n-grams that occurred before, each once."""
     seen: set[str] = set()
     characters = i = 0
     while i <= len(words) - n:
