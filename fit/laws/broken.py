@@ -73,7 +73,7 @@ class BrokenPowerLaw(LineLaw):
     # Support for the breaks.
 
     def aicc(self) -> float:
-        """Return the corrected Akaike criterion, up to a constant of the data; infinity for too few rows."""
+        """Return the corrected Akaike criterion up to a constant set by the data alone; infinity for too few rows."""
         self._fitted()
         weight = self.weight_ * self._precision
         n, k = int((weight > 0).sum()), self.problem_.free + 1
@@ -84,7 +84,7 @@ class BrokenPowerLaw(LineLaw):
         return 2.0 / power * n * np.log(scatter) + (2.0 * k * n / (n - k - 1) if n > k + 1 else np.inf)
 
     def simpler(self) -> BrokenPowerLaw:
-        """Return the law with one break fewer, fitted to the same data."""
+        """Return a law with one break fewer, fitted to the same data."""
         self._fitted()
         if self.breaks == 0:
             raise InputError("breaks is 0; a simpler law exists from 1 break on.")
@@ -92,7 +92,7 @@ class BrokenPowerLaw(LineLaw):
         return law.fit(self.data_["x"], self.data_["y"], self.weight_, self.se_)
 
     def support(self) -> float:
-        """Return how much the corrected Akaike criterion rises with one break fewer; above ten is strong support."""
+        """Return by how much one break lowers the corrected Akaike criterion; above ten is strong support for it."""
         return self.simpler().aicc() - self.aicc()
 
     def _accept(self, solution: Any) -> None:
@@ -158,7 +158,10 @@ class BrokenPowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Array, keep: int) -> Array:
-    """Return the best `keep` starts (problems, keep, coordinates) of a grid of a, break positions and widths."""
+    """Return the `keep` starts of least error, (problems, keep, coordinates), from a grid of a, d_i and f_i.
+
+    u (n,): log x less its mean. at: index of each coordinate.
+    """
     inner = np.quantile(u, np.linspace(0.0, 1.0, PLACES.get(breaks, 1) + 2)[1:-1])
     grid = list(product(combinations(inner, breaks), WIDTH_GRID if breaks else (1.0,)))
     places = np.array([place for place, _ in grid]).reshape(len(grid), breaks)

@@ -77,15 +77,15 @@ class ChinchillaLaw(OffsetLaw):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return N, D and the lowest loss for `flops` = flops_per_token N D (Hoffmann et al. 2022, equation 4)."""
+        """Return the best N and D and their loss for `flops` = flops_per_token N D (Hoffmann et al., equation 4)."""
         return optimum(flops, constants, flops_per_token)
 
     def equal_loss(self, constants: Constants, loss: Array) -> EqualLoss:
-        """Return the curve of all N and D that reach `loss`, for `inference_aware`."""
+        """Return the curve of all N and D that reach `loss`."""
         return EqualLoss(constants, loss)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Return beta / (alpha + beta), the exponent a of N* = G (C/6)^a."""
+        """Return a = beta / (alpha + beta); the best N grows as (FLOPs)^a."""
         with np.errstate(invalid="ignore"):
             return np.divide(constants["beta"], np.add(constants["alpha"], constants["beta"]))
 
@@ -101,7 +101,7 @@ class ChinchillaLaw(OffsetLaw):
 
 
 def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed: float | None) -> Problem:
-    """Build the problem of E + A / N^alpha + B / D^beta; E is `fixed` or, if None, fitted."""
+    """Build the problem of E + A / N^alpha + B / D^beta, alpha = beta if `tied`; E is `fixed` or, if None, fitted."""
     (x, x0), (y, y0) = (centred(column) for column in inputs)
     ones, target = np.ones_like(x), np.log(observed)
     names = ["A", "alpha", "B"] + ([] if tied else ["beta"]) + (["E"] if fixed is None else [])

@@ -7,7 +7,7 @@
     law = FunctionLaw(precision, bounds, inputs=("N", "D", "P")).fit(N, D, P, loss)
 
 Derivatives come from the function itself (`solver/jets.py`), so it must use only arithmetic and NumPy's elementary
-functions, without casts or branches; `fit` checks that. Constants with bounds above zero are fitted as logarithms.
+functions, without casts or branches. Constants with bounds above zero are fitted as logarithms.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class FunctionLaw(LossLaw):
         flops: ArrayLike | None = None,
         **named: ArrayLike,
     ) -> Self:
-        """Fit to n rows: columns of `inputs` and then the observed values, in order or by name, (n,), above zero.
+        """Fit to n rows: columns of `inputs` and then the observed values, or all by name; each (n,) and above zero.
 
         Options are as in `LossLaw.fit`; `flops` is used only if the inputs are N and D.
         """
@@ -120,9 +120,9 @@ class FunctionLaw(LossLaw):
 
     @classmethod
     def from_json(cls, source: Any, function: Function | None = None) -> Self:
-        """Read a fitted law from a file, with the function that it was fitted with.
+        """Read a fitted law from a file, with the `function` that it was fitted with.
 
-        Raises InputError if the function does not reproduce the stored objective.
+        Raises InputError if this is None or does not reproduce the stored objective.
         """
         if function is None:
             raise InputError(
@@ -150,7 +150,7 @@ class FunctionLaw(LossLaw):
         self._check_function(self.problem_.starts(np.ones((1, self.problem_.form.points)), CHECKED)[0])
 
     def _check_function(self, points: Array) -> None:
-        """Raise InputError if the function has no derivative or is finite at none of `points` (points, coordinates)."""
+        """Raise InputError unless the function has finite derivatives at one of `points` (points, coordinates)."""
         try:
             with np.errstate(all="ignore"):
                 value, (first, _) = self.problem_.form.value(points)
@@ -219,7 +219,7 @@ class FunctionLaw(LossLaw):
 
 
 def _squares(function: Function, constants: Constants, inputs: Sequence[Array], target: Array) -> Array:
-    """Return squared errors of log predictions (G, n) for G values of each constant; UNUSABLE where not finite."""
+    """Return squared errors of log predictions, (G, n), for constants name -> (G,); UNUSABLE where not finite."""
     points = {name: value[:, None] for name, value in constants.items()}
     shape = (len(next(iter(constants.values()))), len(target))
     try:
@@ -240,7 +240,7 @@ def _squares(function: Function, constants: Constants, inputs: Sequence[Array], 
 
 
 def latin_hypercube(points: int, dimensions: int, seed: int) -> Array:
-    """Return points in the unit cube (points, dimensions), one in every slice of each axis (McKay et al. 1979)."""
+    """Return random points in the unit cube (points, dimensions), one in each of `points` slices of every axis."""
     rng = np.random.default_rng(seed)
     slices = rng.permuted(np.tile(np.arange(points), (dimensions, 1)), axis=1).T
     return (slices + rng.random((points, dimensions))) / points

@@ -112,7 +112,7 @@ class ExpertLaw(Law):
         return ", ".join([f"L = {shown}", *(f"{name} = {say(name)}" for name in SATURATION if self._saturates)])
 
     def effective_parameters(self, N_active: ArrayLike, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """Return the size of the dense model with the loss of N_active and `experts` (Clark et al. 2022, equation 11).
+        """Return the dense size with the loss of a mixture of N_active and `experts` (Clark et al. 2022, equation 11).
 
         All arguments broadcast.
         """
@@ -130,7 +130,7 @@ class ExpertLaw(Law):
     ) -> Optimum:
         """Return the N_active, D and experts of lowest loss for C = 6 N_active D, with intervals after `bootstrap`.
 
-        The result's `more` has experts, sparsity and, with `share`, N_total.
+        The result's `more` has experts, sparsity and, if the law has a `share`, N_total.
 
         Parameters
         ----------
@@ -159,9 +159,9 @@ class ExpertLaw(Law):
         return answer(self, solve, level)
 
     def leverage(self, flops: float, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """Return how many times `flops` a dense model needs for the loss of the best mixture at `flops`.
+        """Return how many times `flops` a dense model needs for the loss of the best mixture of `experts` at `flops`.
 
-        Infinite beyond 1e6. The interval is `interval_of(lambda c: law.leverage(flops, experts, c))`.
+        Infinite beyond 1e6. The interval is `law.interval_of(lambda c: law.leverage(flops, experts, c))`.
         """
         self._can_answer()
         c = {k: np.atleast_1d(floats(v)) for k, v in (self.constants_ if constants is None else constants).items()}
@@ -185,7 +185,7 @@ class ExpertLaw(Law):
         return 1.0 + (experts - 1.0) * (self.share or 0.0)
 
     def _split(self, constants: Constants, C: Array, experts: Any, max_total: float | None = None) -> tuple[Array, ...]:
-        """Return N_active, D and loss of the run of lowest loss with C FLOPs and N_total up to `max_total`."""
+        """Return N_active, D and loss of the best run of C FLOPs whose N_total is at most `max_total`, if given."""
         bound = np.inf if max_total is None else max_total / self._expansion(experts)
 
         def loss(N: Array, D: Any) -> Array:
@@ -245,18 +245,21 @@ class ExpertLaw(Law):
         )
 
     def _along(self, name: str, feature: str, logs: Mapping[str, Any]) -> Any:
-        """Return the factor of constant `name` in an exponent: the product of the log inputs that `feature` names."""
+        """Return what multiplies constant `name` in its term's log: the log inputs named in `feature`, as in "-N"."""
         scale = -self._scale[name] if feature.startswith("-") else self._scale[name]
         return math.prod((logs[axis] for axis in feature.strip("-")), start=scale)
 
     def _exponents(self, v: Mapping[str, Any], logs: Mapping[str, Any]) -> list[Any]:
-        """Return the log of each term of the law, from coordinates `v` and log inputs."""
+        """Return the log of each term of the law, from coordinates `v` by name and log inputs by axis."""
         if self._saturates:
             logs = {**logs, "E": saturated(logs["E"], v["E_start"], v["E_max"])}
         return [sum(v[name] * self._along(name, feature, logs) for name, feature in t.items()) for t in self._terms]
 
     def _starts(self, of: Mapping[str, str], logs: Columns, observed: Array, weights: Array, keep: int | None) -> Array:
-        """Return starts (problems, starts, coordinates): exponents drawn, amplitudes by variable projection."""
+        """Return the `keep` best starts, (problems, keep, coordinates): random exponents, amplitudes by least squares.
+
+        of: constant -> feature as in `_along`, empty for an amplitude.
+        """
         drawn = [name for name in self.names if of[name]]
         low, high = floats([RANGES[of[name]][1] for name in drawn]).T
         points = low + latin_hypercube(CANDIDATES, len(drawn), 0) * (high - low)
@@ -275,7 +278,7 @@ class ExpertLaw(Law):
 
 
 def saturated(log_experts: Any, log_start: Any, log_max: Any) -> Any:
-    """Return log E', with E' the saturated number of experts E (Clark et al. 2022, equation 4).
+    """Return log E', with E' the saturated number of experts E (Clark et al. 2022, equation 4), from other logs.
 
     1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max.
     """

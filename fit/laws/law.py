@@ -1,7 +1,6 @@
 """Base classes of all laws: fitting, resampling, intervals, prediction and JSON.
 
-A subclass defines `_problem`, `evaluate` and `equation`. "wild" resampling uses residuals of fits without the row's
-group, because those of the fit itself are too small.
+A subclass defines `_problem`, `evaluate` and `equation`.
 
 Objectives, sums over residuals r_i = log observed_i - log predicted_i:
   huber    sum w_i huber_delta(r_i), Hoffmann et al. 2022 (arXiv:2203.15556), equation 3
@@ -98,13 +97,13 @@ class Problem:
 
 
 def amplitude(log: Array, floor: float, shift: Array | float = 0.0) -> Array:
-    """Return exp(log + shift), or exactly zero where `log` is at its floor, because the term has vanished."""
+    """Return the amplitude exp(log + shift); exactly zero where `log` is at its lower bound `floor`."""
     with np.errstate(over="ignore"):
         return np.where(log <= floor, 0.0, np.exp(log + shift))
 
 
 def centred(column: Array) -> tuple[Array, float]:
-    """Return the log of a column (n,) minus its mean, and the mean."""
+    """Return the log of a column (n,) less the mean of this log, and that mean."""
     log = np.log(column)
     return log - log.mean(), float(log.mean())
 
@@ -112,7 +111,7 @@ def centred(column: Array) -> tuple[Array, float]:
 def least_starts(starts: Array, error: Array, keep: int | None) -> Array:
     """Return the `keep` of G starts with the lowest error for each of P problems, best first; all unsorted if None.
 
-    starts (P, G, k), error (P, G).
+    starts (P, G, k) in k coordinates, error (P, G).
     """
     return starts if keep is None else np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
 
@@ -127,13 +126,13 @@ def projected_starts(
     scale: Array | float = 1.0,
     least: Array | float = 0.0,
 ) -> Array:
-    """Return starts (P, keep, k) of P problems by variable projection at G settings of the nonlinear coordinates.
+    """Return starts (P, keep, k): settings of the nonlinear ones of k coordinates, with amplitudes by least squares.
 
-    at: index of each coordinate. coordinates: maps logs of the m amplitudes (P, G, m) to coordinates that broadcast to
-    (P, G). basis (G, n, m): factors of the amplitudes in each row. weights (P, n). keep: number of starts of lowest
-    error, best first; None for all G. target (n,): what amplitudes times factors should equal; default 1. scale (G,):
-    converts squared residuals to squared log residuals. least (G, 1): replaces smaller amplitudes; the error of
-    negative ones is multiplied by four.
+    at: index of each coordinate. coordinates: maps log amplitudes (P, G, m) of P problems, G settings and m terms to
+    all coordinates, which broadcast to (P, G). basis (G, n, m): what multiplies each amplitude in each row. weights (P,
+    n). keep: number of starts of lowest error, best first; None for all G. target (n,): what the products should add up
+    to; default 1. scale (G,): converts squared residuals to squared log residuals. least (G, 1): replaces smaller
+    amplitudes. An amplitude that is not above zero multiplies the error by four.
     """
     target = np.ones(basis.shape[1]) if target is None else target
     chunks = []
@@ -156,7 +155,7 @@ class Estimator:
     draws_: Columns | None
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the constructor's arguments."""
+        """Return the constructor's arguments; `deep` has no effect."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self, **params: Any) -> Self:
@@ -217,7 +216,7 @@ class Law(Estimator):
     # Overridden by subclasses.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Return the solver's `Problem` of fitting the law to these columns (n,)."""
+        """Return the solver's `Problem` of fitting the law to `inputs` and `observed`, columns (n,)."""
         raise NotImplementedError
 
     @staticmethod
@@ -226,7 +225,7 @@ class Law(Estimator):
         raise NotImplementedError
 
     def equation(self, say: Say) -> str:
-        """Return the law as text with `say(name)` for each constant."""
+        """Return the law as text, with each constant written as `say(name)`."""
         return self.formula.format(**{name: say(name) for name in self.names})
 
     def options(self) -> dict[str, Any]:
@@ -267,7 +266,7 @@ class Law(Estimator):
             self._precision = 1.0 / ((self.se_ / self.data_[self.output]) ** 2 + scatter**2)
 
     def _solve_full(self) -> Solution:
-        """Fit from all starts while Huber's delta falls to the law's; with `direct`, also at the law's delta only."""
+        """Fit from all starts while Huber's delta falls to the law's, and as `direct` says also without this fall."""
         problem, weights = self.problem_, (self.weight_ * self._precision)[None, :]
         starts = problem.starts(weights, None)
         smooth = self._solve(weights, starts)
@@ -283,7 +282,7 @@ class Law(Estimator):
         return combined if deeper or self.direct == "always" or not smooth.converged[0] else smooth
 
     def _solve_scatter(self) -> Solution:
-        """Fit the law and estimate the scatter tau in turn, until tau settles."""
+        """Fit the law and estimate the scatter tau by turns, until tau settles."""
         variance = 1.0 / self._precision
         freedom = int((self.weight_ > 0).sum()) - self.problem_.free
         for _ in range(30):
@@ -326,13 +325,13 @@ class Law(Estimator):
         self.draws_ = None
 
     def resume(self, theta: Array, scatter: float) -> None:
-        """Restore a fit from its coordinates `theta` and its scatter tau; the data must be set already."""
+        """Restore a fit from its coordinates `theta` (k,) and scatter tau; data and weights must be set already."""
         self._prepare(scatter)
         self.theta_ = theta
         self._set_constants()
 
     def refit(self, weights: ArrayLike, target: Array | None = None) -> Columns:
-        """Refit P times; return name -> constants (P,), NaN where a refit did not converge.
+        """Refit once per row of `weights`; return constants, name -> (P,), NaN where a refit did not converge.
 
         `weights` (P, n) multiply those of the fit; `target` (P, n) replaces the log of the observed values.
         """
@@ -341,7 +340,7 @@ class Law(Estimator):
 
     @np.errstate(all="ignore")
     def _refit(self, weights: Array, target: Array | None = None, starts: int | None = None) -> Solution:
-        """Refit once per row of `weights` (P, n), from the fit's optimum and `starts` (`resample_starts`) others."""
+        """Refit once per row of `weights` (P, n), from the optimum and `starts` points (None: `resample_starts`)."""
         self._fitted()
         weights = weights * self.weight_ * self._precision
         if len(self.weight_) >= LARGE:
@@ -353,16 +352,16 @@ class Law(Estimator):
     # Resampling.
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = None) -> Self:
-        """Refit to `n` resamples. Raises InputError if there are too few groups, or if one alone determines a constant.
+        """Refit to `n` resamples. Raises InputError for too few groups, or if one group alone determines a constant.
 
         Parameters
         ----------
         groups : array_like, optional
             Run or trunk ids (rows,); rows of one group are resampled together.
         method : {"auto", "pairs", "wild"}, optional
-            "pairs" draws groups with replacement. "wild" keeps all rows and changes every observed value by a random
-            multiple of its error under the fit without its group. "auto" is wild below 20 groups per constant, where
-            intervals of pairs are too wide.
+            "pairs" draws groups with replacement. "wild" keeps all rows and moves each observed value by a random
+            multiple of its error under a fit without its group. "auto" is "wild" below 20 groups per constant, where
+            intervals of "pairs" are too wide.
         """
         self._fitted()
         method = self.resampling if method is None else method
@@ -393,19 +392,19 @@ class Law(Estimator):
         self.draws_ = self.problem_.constants(solution.theta[solution.converged])
 
     def left_out_residuals(self, groups: np.ndarray) -> Array:
-        """Return log(observed / predicted) of each row, (rows,), predicted by the fit without the row's group."""
+        """Return log(observed / predicted) of each row, (rows,), predicted by a fit without the row's group."""
         _, member = by_group(groups)
         predicted = self.problem_.form.value(self._refit(jackknife_weights(groups)).theta)[0]
         return self.problem_.target - predicted[member, np.arange(len(member))]
 
     def _slopes(self, problem: Problem, theta: Array) -> Array:
-        """Return derivatives (rows, k) of log predictions by theta (k,), times the square root of each row's weight."""
+        """Return derivatives (rows, k) of log predictions by coordinates, at theta (k,), times sqrt(row's weight)."""
         k = len(theta)
         _, cache = problem.form.value(np.broadcast_to(theta, (k, k)))
         return problem.form.along(cache, np.eye(k)).T * np.sqrt(self.weight_ * self._precision)[:, None]
 
     def nearby(self, theta: Array, rows: np.ndarray, moves: Array) -> Columns:
-        """Approximate r refits by one linear step from theta (k,), the fit to `rows`; return name -> constants (r,).
+        """Approximate r refits to `rows` by one linear step from their fit theta (k,); return constants, name -> (r,).
 
         `moves` (r, rows) are the changes of the log observed values; coordinates at a bound stay there.
         """
@@ -418,12 +417,12 @@ class Law(Estimator):
     # Intervals.
 
     def interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
-        """Return the percentile interval of a constant over the bootstrap."""
+        """Return the bootstrap interval (low, high) of constant `name`."""
         self._check_name(name)
         return self.interval_of(lambda constants: constants[name], level)
 
     def interval_of(self, quantity: Callable[[Constants], Any], level: float = 0.95) -> tuple[float, float]:
-        """Return the bootstrap interval of quantity(constants), with constants name -> (draws,)."""
+        """Return the bootstrap interval (low, high) of `quantity`, called with the draws, name -> (draws,)."""
         return percentile_interval(quantity(self._bootstrapped()), level)
 
     def predict_interval(
@@ -431,7 +430,8 @@ class Law(Estimator):
     ) -> Array:
         """Return the bootstrap interval (low, high) at each point: (2,) for scalars, (points, 2) for arrays (points,).
 
-        `kind` "mean" is the interval of the law's value, "run" that of one new run, which adds the residuals.
+        `kind` "mean" is the interval of the law's value, "run" that of one new run, with residuals drawn from the
+        fit's.
         """
         points = self._inputs(inputs, named)
         if kind not in ("mean", "run"):
@@ -444,12 +444,12 @@ class Law(Estimator):
         return percentile_intervals(draws, level)
 
     def _inflation(self, independent: int) -> float:
-        """Return the factor from residuals to errors, sqrt(n / (n - free constants)) for n = `independent` runs."""
+        """Return the ratio of errors to residuals, sqrt(n / (n - free constants)) for n = `independent` runs."""
         return float(np.sqrt(independent / max(independent - self.problem_.free, 1)))
 
     @property
     def residual_scale_(self) -> float:
-        """Return the root mean square residual in log space, per degree of freedom."""
+        """Return the root mean square log residual, dividing by rows minus free constants instead of rows."""
         self._fitted()
         inflated = self._inflation(int((self.weight_ > 0).sum())) * self.residuals()
         return float(np.sqrt(self.weight_ @ inflated**2 / self.weight_.sum()))
@@ -457,7 +457,7 @@ class Law(Estimator):
     # Predictions and text.
 
     def predict(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """Return the law's value at inputs given by position or name; a float if they are floats."""
+        """Return the law's value at inputs given by position or name; a float if all of them are scalars."""
         self._fitted()
         return unboxed(self.evaluate(self.constants_, *self._inputs(inputs, named)))
 
@@ -469,7 +469,7 @@ class Law(Estimator):
             return np.asarray(self.evaluate(draws, *columns))
 
     def _values(self) -> Array:
-        """Return the log prediction for the fitted rows, (n,)."""
+        """Return the fit's log predictions for its own rows, (n,)."""
         return self.problem_.form.value(self.theta_[None, :])[0][0]
 
     def residuals(self) -> Array:
@@ -485,7 +485,7 @@ class Law(Estimator):
         return float(1.0 - (error**2).sum() / ((target - target.mean()) ** 2).sum())
 
     def say(self, name: str) -> str:
-        """Return a constant as text, with its interval after `bootstrap`."""
+        """Return constant `name` as text: its value and, after `bootstrap`, its interval."""
         self._check_name(name)
         shown = f"{self.constants_[name]:.4g}"
         if self.draws_ is None or np.ptp(self.draws_[name]) == 0:
@@ -529,7 +529,7 @@ class Law(Estimator):
         return law_to_dict(self)
 
     def to_json(self, path: Any = None) -> str:
-        """Return `to_dict` as text, and write it to `path` if given."""
+        """Return `to_dict` as JSON text, and write it to `path` if given."""
         written = json.dumps(self.to_dict(), allow_nan=False) + "\n"
         if path is not None:
             write_text(Path(path), written)
@@ -592,11 +592,11 @@ class LossLaw(Law):
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return N, D and the lowest loss for `flops` = flops_per_token N D, by a search accurate to about 1e-6."""
+        """Return the best N and D and their loss for `flops` = flops_per_token N D, by a search accurate to 1e-6."""
         return search(self, constants, floats(flops), lambda N: flops_per_token * N)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Return the exponent a of N* ~ C^a, its mean between the cheapest and the largest run."""
+        """Return a, where the best N grows as (FLOPs)^a on average from the cheapest to the largest run."""
         C = 6.0 * self.data_["N"] * self.data_["D"]
         low, high = float(C.min()), float(C.max())
         ends = self.optimum(np.array([[low], [high]]), {k: np.atleast_1d(v) for k, v in constants.items()})[0]
@@ -613,20 +613,20 @@ class LossLaw(Law):
 
     @property
     def exponents_(self) -> tuple[float, float]:
-        """Return (a, b) of N* ~ C^a and D* ~ C^b under C = 6 N D."""
+        """Return (a, b): for C = 6 N D FLOPs, the best N grows as C^a and the best D as C^b."""
         self._fitted()
         a = float(self.size_exponent(self.constants_))
         return a, 1.0 - a
 
     def interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
-        """Return the bootstrap interval of a constant, or of `a`, the exponent of N*."""
+        """Return the bootstrap interval of constant `name`, or of the exponent `a` of `exponents_`."""
         if name != "a" or name in self.names:
             return super().interval(name, level)
         return self.interval_of(self.size_exponent, level)
 
     @property
     def unresolved_(self) -> list[str]:
-        """Return the names of the inputs over whose range in the table the fitted loss does not change."""
+        """Return the names of inputs that, varied over their range in the table, leave the fitted loss unchanged."""
         self._fitted()
         log = {name: np.log(self.data_[name]) for name in self.inputs}
         centre = {name: np.full(2, values.mean()) for name, values in log.items()}

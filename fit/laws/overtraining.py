@@ -1,7 +1,7 @@
 """The law of over-training in C = 6 N D and M = D / N.
 
 It equals E + A / N^alpha + B / D^alpha with eta = alpha / 2, a = A 6^eta, b = B 6^eta, so it is fitted as that law in 6
-N^2 and 6 D^2 with one exponent. At every M the reducible loss falls with the same power of C.
+N^2 and 6 D^2 with one exponent.
 
 Gadre et al. 2024 (arXiv:2403.08540), equation 4.
 """
@@ -45,14 +45,14 @@ class OvertrainingLaw(OffsetLaw):
         return c["E"] + c["a"] * np.power(size, -c["eta"]) + c["b"] * np.power(data, -c["eta"])
 
     def at(self, flops: ArrayLike, ratio: ArrayLike) -> Any:
-        """Return the predicted loss after `flops` = 6 N D at `ratio` = D / N."""
+        """Return the predicted loss of runs with `flops` = 6 N D and `ratio` = D / N."""
         C, M = floats(flops), floats(ratio)
         return self.predict(N=np.sqrt(C / (6.0 * M)), D=np.sqrt(C * M / 6.0))
 
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
-        """Return N, D and the lowest loss for `flops` = flops_per_token N D, where D / N = (b / a)^(1 / (2 eta))."""
+        """Return the best N and D and their loss for `flops` = flops_per_token N D; D / N is (b / a)^(1 / (2 eta))."""
         c, spent = constants, floats(flops) / flops_per_token
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             M = np.divide(c["b"], c["a"]) ** (0.5 / c["eta"])

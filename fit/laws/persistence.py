@@ -1,7 +1,6 @@
 """Laws as JSON: options, constants, data with its hash, bootstrap draws and provenance.
 
-A law read from a file needs no new fit, and the round trip is exact to the bit. The law.json of a report has the same
-content under "estimator".
+The round trip is exact to the bit. The law.json of a report has the same content under "estimator".
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def law_to_dict(law: Any) -> dict[str, Any]:
 
 
 def data_hash(law: Any) -> str:
-    """Return the SHA-256 of the fitted columns, weights and standard errors."""
+    """Return the SHA-256 of a law's fitted columns, weights and standard errors."""
     digest = hashlib.sha256()
     for name, values in (*law.data_.items(), ("weight", law.weight_), ("se", law.se_)):
         if values is not None:
@@ -107,7 +106,7 @@ def data_hash(law: Any) -> str:
 
 
 def read_law(source: str | Path, kind: type[Any] | None = None) -> Any:
-    """Read a fitted law of class `kind` (default: any) from a file or a JSON text."""
+    """Read a fitted law from a file or a JSON text. Raises InputError if its class is not `kind` (default: any)."""
     label, content = _load(source)
     if content.get("version") != VERSION:
         raise InputError(

@@ -1,7 +1,4 @@
-"""Single power laws, y = k x^p, and with an offset, y = E + k x^p: N*(C), D*(C) and the best loss L*(C).
-
-`fit_draws` fits draws of the points, which carries their uncertainty into the law.
-"""
+"""Single power laws, y = k x^p, and with an offset, y = E + k x^p: N*(C), D*(C) and the best loss L*(C)."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ class PowerLaw(LineLaw):
     def fit_draws(self, y: Array) -> Self:
         """Refit to bootstrap draws of the points: y (draws, n), NaN where a draw lacks a point. Fills `draws_`.
 
-        Draws keep their order; constants are NaN for a draw with too few points or no converged fit.
+        `draws_` has constants in the order of the draws, NaN for one with too few points or no converged fit.
         """
         self._fitted()
         present = np.isfinite(y) & (y > 0)
@@ -120,7 +117,10 @@ class PowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) -> Array:
-    """Return starts (problems, starts, coordinates): the line in log space, or with an offset one per exponent."""
+    """Return starts (problems, starts, coordinates): one line in log space or, with `offset`, one per p of a grid.
+
+    With `keep`, only those of lowest error.
+    """
     if not offset:
         return _straight(u, np.log(y)[None, :], weights)[:, None, :]
     basis = np.stack([np.exp(-OFFSET_GRID[:, None] * u), np.ones((len(OFFSET_GRID), len(u)))], 2)
@@ -131,7 +131,7 @@ def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) 
 
 
 def _straight(u: Array, log_y: Array, weights: Array) -> Array:
-    """Fit lines log y = log k + p u by weighted least squares; return (log k, p), (P, 2). log_y is (P, n) or (1, n)."""
+    """Fit lines log y = log k + p u, one per row of `weights` (P, n); return (log k, p), (P, 2). log_y: (P or 1, n)."""
     total = weights.sum(axis=1)
     mean_u, mean_y = weights @ u / total, (weights * log_y).sum(axis=1) / total
     centred = u[None, :] - mean_u[:, None]

@@ -42,7 +42,7 @@ def law_class(form: str = DEFAULT) -> type[Any]:
 
 
 def loss_law(form: str = DEFAULT, **options: Any) -> Any:
-    """Return an unfitted law of N and D. `options` that its class does not have must be None or False."""
+    """Return an unfitted law of N and D. Raises InputError for `options` its class lacks, unless None or False."""
     from ..errors import InputError
 
     if form not in LOSS_LAWS:

@@ -4,8 +4,7 @@
     D' = U   + U   R_D (1 - exp(-(D / U   - 1) / R_D))
     N' = U_N + U_N R_N (1 - exp(-(N / U_N - 1) / R_N)), U_N the size that is compute-optimal for U tokens, at most N
 
-U_N solves alpha A / U_N^alpha = beta B / U^beta. In logarithms, log N' = log N - s + h(s, log R_N) for s = log(N / U_N)
-> 0, and the same for D.
+U_N solves alpha A / U_N^alpha = beta B / U^beta.
 
 Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
 """
@@ -37,7 +36,7 @@ TINY = 1e-300  # replaces a vanished term before its logarithm is taken
 
 
 def saturated(s: Any, r: Any) -> Any:
-    """Return h(s, r) = log(1 + R (1 - exp(-(e^s - 1) / R))) with R = e^r, for s >= 0."""
+    """Return h(s, r) = log(1 + R (1 - exp(-(e^s - 1) / R))) with R = e^r: log(D' / U) at s = log(D / U) >= 0."""
     R = np.exp(r)
     return np.log1p(-R * np.expm1(-np.expm1(s) / R))
 
@@ -47,10 +46,10 @@ def worth(v: Mapping[str, Any], x: Any, w: Any, repeats: Any) -> tuple[Any, Any]
 
     Parameters
     ----------
-    v : Logs of A, B, R_D and R_N; alpha and beta.
+    v : By name: the logs of A, B, R_D and R_N; alpha and beta themselves.
     x : log N.
-    w : Log of unique tokens. x and w may be relative to any origin that A and B use too.
-    repeats : log D minus log of unique tokens.
+    w : Log of unique tokens. x and w may have any origin for which A and B hold.
+    repeats : Log of D over unique tokens.
     """
     optimal = (v["A"] - v["B"] + np.log(v["alpha"] / v["beta"]) + v["beta"] * w) / v["alpha"]
     excess = np.minimum(np.maximum(x - optimal, 0.0), HUGE)
@@ -114,13 +113,12 @@ class RepetitionLaw(Law):
         weight: ArrayLike | None = None,
         loss_se: ArrayLike | None = None,
     ) -> Self:
-        """Fit to n runs. Raises InputError also if no run repeats its data.
+        """Fit to n runs. Raises InputError if no run repeats its data, and as `LossLaw.fit` does.
 
         Parameters
         ----------
         N, D, U, loss : array_like
-            Parameters, tokens, unique tokens and loss (nats per token), each (n,). A run with D below U has D unique
-            tokens.
+            Parameters, tokens, unique tokens and loss (nats per token), each (n,). U above D counts as D.
         weight, loss_se : array_like, optional
             (n,), as in `LossLaw.fit`.
         """
@@ -136,7 +134,7 @@ class RepetitionLaw(Law):
         return c["E"] + c["A"] * np.exp(-c["alpha"] * size) + c["B"] * np.exp(-c["beta"] * data)
 
     def optimal(self, flops: ArrayLike, unique_tokens: ArrayLike, level: float = 0.95) -> Optimum:
-        """Return the N and D of lowest loss for `flops` = 6 N D and `unique_tokens`; the result's `more` has epochs."""
+        """Return the N and D of lowest loss for `flops` = 6 N D and `unique_tokens`, with epochs in its `more`."""
         return token_limited(self, flops, unique_tokens, level=level)
 
     # The law as the solver sees it.
