@@ -1,8 +1,8 @@
 """Forecasts from several laws, weighted by how well they predicted larger runs; intervals hold if no form is right.
 
-Rolling hold-outs: cut-offs halve the compute repeatedly; every law is fitted to the cheaper runs and predicts the
-others. Its weight is the inverse of its mean squared error per log of extrapolated compute, with a prior rate as one
-more cut-off (Bates and Granger 1969). The forecast is the weighted mean in log loss.
+Cut-offs halve the compute repeatedly; every law is fitted to the cheaper runs and predicts the others. Its weight is
+the inverse of its mean squared error per log of extrapolated compute, with a prior rate as one more cut-off (Bates and
+Granger 1969). The forecast is the weighted mean in log loss.
 
 Intervals add four variances in log loss: resampling of that mean; the forms about it; a drift that grows with the log
 of extrapolation; and, for a new run, noise. The second and third are shrunk because forms err to both sides (Gneiting
@@ -117,12 +117,12 @@ class Member:
 
     @np.errstate(all="ignore")
     def log_losses(self, constants: Columns, N: Array, D: Array) -> Array:
-        """Return the log losses at N and D (points,) for r values of each constant, (points, r)."""
+        """Return the form's log losses at N and D (points,) for r values of its constants, (points, r)."""
         return np.asarray(np.log(self.law.evaluate(constants, N[:, None], D[:, None])))
 
 
 def family() -> dict[str, LossLaw]:
-    """Return the default forms of a forecast, name -> unfitted law."""
+    """Return the laws that a forecast uses by default, name -> unfitted law."""
     return {
         "chinchilla": loss_law("chinchilla"),
         "chinchilla, tied": loss_law("chinchilla", tied=True),
@@ -133,7 +133,7 @@ def family() -> dict[str, LossLaw]:
 
 
 def cut_offs(N: Array, D: Array, flops: Array, groups: np.ndarray) -> list[CutOff]:
-    """Return rolling hold-outs from the largest cut-off to the smallest; no group is both fitted and tested."""
+    """Return rolling hold-outs, largest cut-off first: runs up to it are fitted, larger ones of other groups tested."""
     hold_outs, top = [], float(flops.max())
     while (fitted := flops <= top / GAP * (1.0 + 1e-4)).any():
         top = float(flops[fitted].max())
@@ -180,7 +180,7 @@ class FormMixture:
         weight: ArrayLike | None = None,
         loss_se: ArrayLike | None = None,
     ) -> Self:
-        """Fit every form to n runs, to the runs below each cut-off, and to resamples.
+        """Fit every form to n runs, to the runs up to each cut-off, and to resamples.
 
         Raises InputError if no form can be fitted. Columns (n,) are as in `LossLaw.fit`. Rows of one group, such as
         checkpoints of a run or branches of a trunk, are resampled and held out together.
@@ -225,7 +225,7 @@ class FormMixture:
         return self.weigh(self.priors)
 
     def weigh(self, priors: Mapping[str, Prior]) -> Self:
-        """Compute the weights of the fitted forms, their rate of error and the noise, under other priors."""
+        """Compute the forms' weights, the rate of error and the noise of runs under `priors`, which replace the old."""
         self.priors = priors
         errors = [error / cut.further for error, cut in zip(self._hold_out_errors, self.cut_offs_, strict=True)]
         self._share, self._rate = dict[str, Array](), dict[str, float]()
@@ -246,7 +246,7 @@ class FormMixture:
         return self
 
     def before(self, k: int) -> FormMixture | None:
-        """Return the mixture fitted to only the runs up to cut-off k, or None if these are too few."""
+        """Return the mixture fitted to only the runs up to cut-off k; None if these determine no form."""
         rows = self.cut_offs_[k].fitted
         data, (names, group) = {name: values[rows] for name, values in self.data_.items()}, by_group(self._labels[rows])
         usable = {name: member for name, member in self._members.items() if member.law.problem_.free < len(names)}
@@ -275,7 +275,7 @@ class FormMixture:
         )
 
     def to_dict(self) -> Any:
-        """Return a `SavedMixture` as JSON types."""
+        """Return the mixture as JSON types, in the fields of `SavedMixture`."""
         forms = {}
         for name, member in self._members.items():
             draws = {key: values.tolist() for key, values in member.draws.items()}
@@ -288,9 +288,9 @@ class FormMixture:
 
     @classmethod
     def from_saved(cls, saved: SavedMixture, source: object) -> Self:
-        """Restore a mixture that predicts without its table. `source` names the file in errors.
+        """Restore a mixture that predicts without the table it was fitted to. `source` names the file in errors.
 
-        Raises InputError if parts of `saved` do not match.
+        Raises InputError if fields of `saved` do not agree.
         """
         if not saved.belongs_together():
             raise InputError(
@@ -328,7 +328,7 @@ class FormMixture:
         return pd.DataFrame({"loss": loss, "low": loss * np.exp(-wide), "high": loss * np.exp(wide)})
 
     def variances(self, N: ArrayLike, D: ArrayLike) -> Columns:
-        """Return the variances that add up to an interval in log loss, source -> (points,)."""
+        """Return the variances whose sum gives the interval of log loss, name of the source -> (points,)."""
         N, D = _points(N, D)
         parts = self._variances("loss", lambda members: self._log_losses(members, N, D), self._further(N, D))
         return parts | {"noise": np.full(len(N), self.noise_**2)}
@@ -336,7 +336,7 @@ class FormMixture:
     def optimal(self, flops: ArrayLike, level: float = 0.95, flops_per_token: float | Curve | None = None) -> Optimum:
         """Return the best N and D for `flops` (a scalar or (targets,)) and the loss there, with intervals.
 
-        log N is the mean over forms, weighted by how little each moved as larger runs were added.
+        log N is the mean over forms; each weighs less the more its log N moved as larger runs were added.
         """
         C, count = positive("flops", np.atleast_1d(floats(flops))), own_convention(self, flops_per_token)
         spend = spending(count)
@@ -364,7 +364,7 @@ class FormMixture:
         return dict(zip(self.laws_, np.exp(self._log_sizes(self._fitted, C, count)[..., 0]), strict=True))
 
     def without_optimum(self, flops_per_token: float | Curve | None = None) -> float:
-        """Return the summed weight of forms without a best size at the compute of the cheapest or largest run."""
+        """Return the summed weight of forms without a finite best N at the compute of the cheapest or largest run."""
         C = self.ends_
         distance = np.abs(np.log(np.array([*self.sizes(C, flops_per_token).values()]) / np.sqrt(C / 6.0)))
         at_bounds = np.zeros(len(distance), dtype=bool)
@@ -375,7 +375,7 @@ class FormMixture:
         return float(self._share["size"] @ ((distance > MAX_DISTANCE - 1e-9).any(axis=1) | at_bounds))
 
     def size(self, flops: Array, flops_per_token: float | Curve | None = None) -> tuple[Array, Columns]:
-        """Return the log of the best N for `flops`, (targets,), and its variances, as from `variances`."""
+        """Return the log of the best N for `flops`, (targets,), and its variances, source -> (targets,)."""
         count = own_convention(self, flops_per_token)
         middle = self._share["size"] @ self._log_sizes(self._fitted, flops, count)[..., 0]
         further = self._further(np.exp(middle), flops / spending(count)(np.exp(middle)))
@@ -384,7 +384,7 @@ class FormMixture:
     def size_exponent(
         self, level: float = 0.95, flops_per_token: float | Curve | None = None
     ) -> tuple[float, float, float]:
-        """Return (a, low, high): the exponent a of N* ~ C^a, a mean over the range of the runs, and its interval."""
+        """Return (a, low, high): the mean exponent of N* ~ C^a from the cheapest to the largest run; its interval."""
         count, C = own_convention(self, flops_per_token), self.ends_
 
         def slopes(members: Members) -> Array:
@@ -406,12 +406,12 @@ class FormMixture:
         return [{k: np.resize(v, self.draws) for k, v in member.draws.items()} for member in self._members.values()]
 
     def _log_losses(self, members: Members, N: Array, D: Array) -> Array:
-        """Return the log losses of every form for r values of each constant, (forms, points, r)."""
+        """Return all forms' log losses at N and D for r values of constants in `members`, (forms, points, r)."""
         pairs = zip(self._members.values(), members, strict=True)
         return np.stack([member.log_losses(constants, N, D) for member, constants in pairs])
 
     def _log_sizes(self, members: Members, C: Array, count: float | Curve) -> Array:
-        """Return every form's log N of lowest loss for C FLOPs and r values of each constant, (forms, targets, r)."""
+        """Return all forms' log best N for C FLOPs, (forms, targets, r), for r values of constants in `members`."""
         log_sizes, middle = [], 0.5 * np.log(C[:, None] / 6.0)
         for law, constants in zip(self.laws_.values(), members, strict=True):
             with np.errstate(all="ignore"):
@@ -425,7 +425,8 @@ class FormMixture:
     def _variances(self, name: str, quantity: Callable[[Members], Array], further: Array) -> Columns:
         """Return the variances of the forms' weighted mean of a quantity, source -> (targets,).
 
-        `quantity` maps members to (forms, targets, r); `further` (targets,) is the log of extrapolation.
+        name: "loss" or "size". quantity: maps r values of all constants to (forms, targets, r). further (targets,): log
+        of the compute over the largest run's.
         """
         prior, share = self.priors[name], self._share[name]
         values = quantity(self._fitted)[..., 0]
@@ -439,7 +440,7 @@ class FormMixture:
         }
 
     def _size_moves(self) -> Array:
-        """Return how far fits below each cut-off miss log N* at the largest run, per log C, (forms, cut-offs)."""
+        """Return errors of each cut-off's fits in log N* at the largest C, over log(C / cut-off), (forms, cut-offs)."""
         if not self.cut_offs_:
             return np.zeros((len(self.laws_), 0))
         top, count = self.ends_[1:], own_convention(self)
@@ -449,12 +450,12 @@ class FormMixture:
         return np.clip(moves[:, 0], -MAX_DEVIATION, MAX_DEVIATION) / log_ratio
 
     def _further(self, N: Array, D: Array) -> Array:
-        """Return the log of the compute of N and D over that of the largest run; zero if smaller."""
+        """Return log(compute of N and D / compute of the largest run), (points,); zero where negative."""
         flops = spending(own_convention(self))(N) * D
         return np.maximum(np.log(flops / self.ends_[1]), 0.0)
 
     def _errors(self, k: int, cut: CutOff) -> Array:
-        """Return log(predicted / observed) of all forms, fitted below cut-off k, at runs it tests, (forms, tested)."""
+        """Return log(predicted / observed), (forms, tested), of fits up to cut-off k at the runs that `cut` tests."""
         N, D, loss = (self.data_[name][cut.tested] for name in ("N", "D", "loss"))
         constants = [{name: v[k : k + 1] for name, v in member.rolled.items()} for member in self._members.values()]
         error = self._log_losses(constants, N, D)[..., 0] - np.log(loss)
@@ -479,7 +480,7 @@ def forecast(
     kind : {"run", "mean"}
         Interval of a new run, or of the law's value.
     forms : sequence, optional
-        As in `FormMixture`.
+        Laws or names of registered ones; by default `family()`.
     """
 
     def column(name: str) -> Any:
@@ -495,7 +496,7 @@ def forecast(
 
 
 def _named(forms: Sequence[str | LossLaw]) -> dict[str, LossLaw]:
-    """Return name -> law of N and D, from laws and names of registered ones."""
+    """Return laws by name, from laws of N and D and names of registered ones. Raises InputError for others."""
     defaults, laws = family(), {}
     for form in forms:
         law = form if not isinstance(form, str) else defaults[form] if form in defaults else law_class(form)()
@@ -509,14 +510,14 @@ def _named(forms: Sequence[str | LossLaw]) -> dict[str, LossLaw]:
 
 
 def _refits(law: LossLaw, cuts: list[CutOff]) -> Array:
-    """Refit a law to the runs below each cut-off at once; return its coordinates (cuts, k)."""
+    """Refit a law to the runs up to each cut-off, all at once; return its k coordinates, (cut-offs, k)."""
     if not cuts:
         return law.theta_[None, :][:0]
     return law._refit(np.array([cut.fitted for cut in cuts], dtype=np.float64), starts=ROLLING_STARTS).theta
 
 
 def _with_prior(squares: Sequence[Any], rate: float) -> Any:
-    """Return the mean of the squared rates, one per cut-off, and the squared prior rate."""
+    """Return the mean of `squares`, squared error rates per cut-off, and the square of the prior `rate` as one more."""
     return (rate**2 + sum(squares)) / (1.0 + len(squares))
 
 

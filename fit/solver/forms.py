@@ -1,8 +1,4 @@
-"""Laws as the solver sees them: log loss as a function of the parameters, with derivatives.
-
-The solver needs sums over points (gradients, Hessians). For sums of power laws (`LogSumExp`) they are products with
-constant tables; a `LogSumTerms` derives them from the formula.
-"""
+"""Laws as the solver sees them: log loss as a function of the parameters, with derivatives."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ class LogForm:
 
     theta and steps are (P, k) for P problems, coefficients such as `slope` (P, n); df_i and d2f_i are the first and
     second derivatives of f at point i. `value` returns f (P, n), a new array, and a cache for the other methods: the
-    Jacobian (P, n, k) and theta, by default. `second` returns sum_i slope_i d2f_i.
+    Jacobian (P, n, k) and theta, by default.
     """
 
     parameters: int
@@ -36,29 +32,29 @@ class LogForm:
         raise NotImplementedError
 
     def gradient(self, cache: list[Array], slope: Array) -> Array:
-        """Return sum_i slope_i df_i, with df_i the gradient of the prediction at point i, (P problems, k)."""
+        """Return sum_i slope_i df_i, (P, k), with df_i the gradient of the prediction at point i."""
         return np.einsum("pn,pni->pi", slope, cache[0])
 
     def derivatives(self, cache: list[Array], slope: Array, curvature: Array, second: bool) -> tuple[Array, Array]:
         """Return the gradient sum_i slope_i df_i (P, k) and the Hessian sum_i curvature_i df_i df_i^T (P, k, k).
 
-        `second` adds sum_i slope_i d2f_i to the Hessian.
+        df_i is the gradient of prediction i; `second` adds sum_i slope_i d2f_i to the Hessian.
         """
         first = cache[0]
         hessian = (first * curvature[:, :, None]).transpose(0, 2, 1) @ first
         return self.gradient(cache, slope), hessian + self.second(cache, slope) if second else hessian
 
     def sizes(self, cache: list[Array], slope: Array, spread: Array) -> tuple[Array, Array]:
-        """Return sum_i |slope_i| |df_i|, the size of a gradient's terms, and sum_i spread_i |df_i|, each (P, k)."""
+        """Return sum_i |slope_i| |df_i| and sum_i spread_i |df_i|, each (P, k), to judge the rounding of a gradient."""
         size = np.abs(cache[0])
         return np.einsum("pn,pni->pi", np.abs(slope), size), np.einsum("pn,pni->pi", spread, size)
 
     def along(self, cache: list[Array], step: Array) -> Array:
-        """Return the change of each prediction along a step, df . step, (P, n)."""
+        """Return the change of each prediction along a step of the parameters, df . step, (P, n)."""
         return np.einsum("pni,pi->pn", cache[0], step)
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        """Return the second derivative of each prediction along a step, step^T d2f step, (P, n)."""
+        """Return the second derivative of each prediction along a step of the parameters, step^T d2f step, (P, n)."""
         raise NotImplementedError
 
 
@@ -89,7 +85,7 @@ class LogSumExp(LogForm):
         self._second = [_products(Z, Y) + (Y is not Z) * _products(Y, Z) for Z, Y in pairs]
 
     def _change(self, step: Array) -> list[Array]:
-        """Return the change of each term's exponent along a step, (P, n) or (P, 1)."""
+        """Return how much `step` changes u in each term exp(u): (P, n), or (P, 1) where all n points share it."""
         return [step[:, index] @ rows for index, rows in zip(self.index, self._rows, strict=True)]
 
     def value(self, theta: Array) -> tuple[Array, list[Array]]:
@@ -139,7 +135,10 @@ class LogSumExp(LogForm):
 
 
 def _pair_coefficients(cache: list[Array], slope: Array, curvature: Array, second: bool) -> Iterator[Array]:
-    """Yield the factor (P, n) of Z_s Z_t^T in the Hessian for each pair of terms s <= t; one array is reused."""
+    """Yield the factor (P, n) of Z_s Z_t^T in the Hessian for each pair of terms s <= t; each overwrites the last.
+
+    Z_t is the table of term t.
+    """
     outer = curvature - slope if second else curvature
     cross, buffer = np.empty_like(outer), np.empty_like(outer)
     for s, share in enumerate(cache):
@@ -151,12 +150,10 @@ def _pair_coefficients(cache: list[Array], slope: Array, curvature: Array, secon
 
 
 def _products(Z: Array, Y: Array) -> Array:
-    """Return the products of all pairs of columns of Z and Y, both (n, k), as (n, k k)."""
     return (Z[:, :, None] * Y[:, None, :]).reshape(len(Z), -1)
 
 
 def _sums(coefficients: Iterable[Array], tables: Sequence[Array]) -> Array:
-    """Return sum_b coefficients_b @ table_b for coefficients (P, n) and tables (n, K)."""
     return np.asarray(sum(coefficient @ table for coefficient, table in zip(coefficients, tables, strict=True)))
 
 
@@ -187,7 +184,10 @@ class LogSumTerms(LogForm):
         return np.array(np.broadcast_to(value, first.shape[:2])), [first, theta]
 
     def second(self, cache: list[Array], slope: Array) -> Array:
-        """Return sum_i slope_i d2f_i; d2f = sum_t p_t (du_t du_t^T + d2u_t) - df df^T with p_t the share of term t."""
+        """Return sum_i slope_i d2f_i, (P, k, k).
+
+        For terms exp(u_t) with shares p_t in their sum, d2f = sum_t p_t (du_t du_t^T + d2u_t) - df df^T.
+        """
         first, theta = cache
         terms, shares, _ = self._evaluate({n: Jet(theta[:, i : i + 1], {i: 1.0}, {}) for n, i in self.at.items()})
         hessian = np.zeros((len(theta), self.parameters, self.parameters))
@@ -219,7 +219,7 @@ class LogSumTerms(LogForm):
         return square - mean**2
 
     def _evaluate(self, coordinates: Mapping[str, Jet]) -> tuple[list[Jet], list[Array], Array]:
-        """Return the terms, their shares in the sum, and the log of the sum."""
+        """Return the logs of the terms as jets, the terms' shares in their sum, and the log of this sum."""
         exponents = self.terms({**coordinates, **self.fixed})
         terms = [term if isinstance(term, Jet) else Jet(np.asarray(term), {}, {}) for term in exponents]
         if len(terms) == 1:

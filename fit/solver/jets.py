@@ -1,7 +1,5 @@
 """Forward-mode derivatives: a law is NumPy arithmetic, evaluated with or without derivatives.
 
-A `Jet` carries a value and its first and second derivatives by numbered parameters.
-
 Griewank and Walther 2008, Evaluating Derivatives, chapters 3 and 13.
 """
 
@@ -98,7 +96,7 @@ class Jet(NDArrayOperatorsMixin):
         raise InputError(f"the law uses {function.__name__}, which has no derivative here; {ACCEPTED}.")
 
     def chain(self, value: Any, slope: Any, bend: Any) -> Jet:
-        """Return g(this jet) from the value, slope and second derivative (None: zero) of the function g there."""
+        """Return g(this jet), given g's value, slope and second derivative (None: zero) at this jet's value."""
         first = {i: slope * d for i, d in self.first.items()}
         if self.second is None:
             return Jet(value, first)
@@ -146,7 +144,7 @@ def _add(sums: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _by_complex_step(ufunc: Any, x: Array) -> tuple[Array, Array, Array]:
-    """Return an analytic function at x, its slope by a complex step, and its second derivative by differences."""
+    """Return `ufunc` at x, its slope by a complex step, and its second derivative by differences of slopes."""
 
     def slope(x: Array) -> Array:
         return np.asarray(ufunc(x + 1j * COMPLEX_STEP)).imag / COMPLEX_STEP
@@ -180,7 +178,7 @@ def _logaddexp(u: Any, v: Any) -> Jet:
 
 
 def _maximum(u: Any, v: Any) -> Jet:
-    """Return the larger of a jet and an array, as max(0, u - v) + v."""
+    """Return the larger of u and v, at least one of them a jet, as the jet max(0, u - v) + v."""
     gap = u - v
     return gap.chain(np.maximum(gap.value, 0.0), (gap.value > 0.0).astype(float), None) + v
 

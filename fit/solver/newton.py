@@ -7,8 +7,6 @@ Sethna's correction along the curve of equal predictions.
 residuals. A rejected step is moved by the error of the linearisation, a second-order correction (Fletcher 1982; Maratos
 1978).
 
-Convergence is judged by the gradient and the sign of the curvature, never by a small change of the objective.
-
 Bertsekas 1982 (SIAM J. Control Optim. 20, 221): Newton in a box. Madsen and Nielsen 1990 (BIT 30, 682). Transtrum and
 Sethna 2012 (arXiv:1201.5885), section 4; Nielsen 1999 (IMM-REP-1999-05): updates of the damping.
 """
@@ -99,7 +97,7 @@ class Batch:
         return replace(self, theta=theta, residual=residual, pull=pull, objective=objective, cache=cache)
 
     def with_delta(self, delta: Array) -> Batch:
-        """Return the same problems and points under another delta of Huber's function, (P,)."""
+        """Return the same problems and points with Huber's delta replaced by `delta`, (P,)."""
         residual = self.residual * (self.delta / delta)[:, None]
         pull, objective = _huber(self.weights, residual, delta)
         return replace(self, delta=delta, residual=residual, pull=pull, objective=objective)
@@ -113,7 +111,7 @@ class Batch:
         return replace(self, **taken, cache=[array.take(at, axis=0) for array in self.cache])  # faster than array[rows]
 
     def put(self, rows: np.ndarray, other: Batch) -> None:
-        """Overwrite the points of the problems `rows` with those of `other`, a batch of only these problems."""
+        """Overwrite the points of the problems in mask `rows` with those of `other`, a batch of just these problems."""
         mine, theirs = ((b.theta, b.residual, b.pull, b.objective, *b.cache) for b in (self, other))
         for old, new in zip(mine, theirs, strict=True):
             old[rows] = new
@@ -130,25 +128,28 @@ class Batch:
 
     @property
     def spread(self) -> Array:
-        """Return the weights of reweighted least squares, an upper bound of the curvature."""
+        """Return the weights of reweighted least squares, (P, n), which are at least as large as `inside`."""
         size = np.abs(self.residual)
         np.maximum(size, 1.0, out=size)
         return np.divide(self.weights, size, out=size)
 
     def held(self, gradient: Array) -> np.ndarray:
-        """Return a mask (P, k) of the parameters that are fixed, or pushed against their bound."""
+        """Return a mask (P, k) of the parameters that are fixed, or that descent would move past their bound."""
         low, high = self.theta <= self.lower, self.theta >= self.upper
         return (low & (gradient > 0)) | (high & (gradient < 0)) | (low & high)
 
     def flat(self, gradient: Array) -> np.ndarray:
-        """Return a mask (P,) of problems whose gradient is zero up to rounding, except for held parameters."""
+        """Return a mask (P,) of problems whose gradient is zero up to rounding in all parameters that are not held."""
         absolute, reach = self.form.sizes(self.cache, self.slope, self.spread)
         zero = np.abs(gradient) <= GRADIENT_TOLERANCE * absolute + RESIDUAL_ROUNDING * reach
         return np.asarray((self.held(gradient) | zero).all(axis=1))
 
 
 def _huber(weights: Array, residual: Array, delta: Array) -> tuple[Array, Array]:
-    """Return the weighted slopes of Huber's function in units of delta, (P, n), and the objective, (P,)."""
+    """Return the weighted slopes of Huber's function over delta, (P, n), and the objective, (P,).
+
+    `residual` is in units of delta.
+    """
     slope = np.clip(residual, -1.0, 1.0)
     pull = weights * slope
     slope *= -0.5
@@ -157,7 +158,7 @@ def _huber(weights: Array, residual: Array, delta: Array) -> tuple[Array, Array]
 
 
 def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
-    """Move each problem close to an optimum by Levenberg-Marquardt. Returns theta (P, k) and objective (P,)."""
+    """Move each problem close to an optimum by Levenberg-Marquardt. Returns theta (P, k) and the objectives (P,)."""
     theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     damping, caution = np.full(len(theta), FAR_DAMPING), np.full(len(theta), CAUTION)
     for _ in range(iterations):
@@ -190,9 +191,10 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
 
 
 def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unmeasured: float = 0.0) -> Minimum:
-    """Minimise each problem by Newton's method while delta falls through deltas[stage:], from a batch at deltas[stage].
+    """Minimise each problem by Newton's method as delta falls through deltas[stage:], from `batch` at deltas[stage].
 
-    A change of the objective that errors of `unmeasured` in the log predictions would explain does not reject a step.
+    `stage` (P,) differs by problem. A step is also accepted if errors of `unmeasured` in the log predictions would
+    explain its change of the objective.
     """
     theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     lower, upper = batch.lower, batch.upper
@@ -256,7 +258,7 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
 def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Array:
     """Return the share of each problem's step, in (0, 1], that minimises the objective with linearised residuals, (P,).
 
-    `change` (P, n) is the change of the residuals over the whole step.
+    `change` (P, n) is the change of the residuals over the whole step, and `curvature` (P,) step^T Hessian step.
     """
     rest = curvature / batch.delta**2 - _rows_dot(inside * change, change)
     pull = batch.weights * change
@@ -316,7 +318,7 @@ class _System:
             self._damped = self._with_damping()
 
     def solve(self, right: Array, rows: Any = ...) -> Array:
-        """Return the solutions x for right-hand sides `right` (problems, k), of all problems or of `rows`."""
+        """Return the solutions x, zero if held, for right-hand sides `right` (problems, k) of all or only `rows`."""
         unit = self._unit[rows]
         right = np.where(unit > 0, right * unit, 0.0)
         try:

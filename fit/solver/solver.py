@@ -1,11 +1,11 @@
 """One batched NumPy solver for all laws: many problems from many starts at once.
 
 It minimises sum_i w_i rho(f_i - log loss_i) for a `LogForm` f and Huber's function rho (Hoffmann et al. 2022, equation
-3). The sum is never divided by the number of points: with a mean, usual tolerances stop far from the optimum, as in a
-published fit (Besiroglu et al. 2024).
+3). The sum is never divided by the number of points: with a mean, usual tolerances stop far from the optimum (Besiroglu
+et al. 2024).
 
 Huber's function with a small delta has many small valleys. So each start first finds an optimum under a large delta and
-follows it while delta falls. The answer does not depend on the number of threads.
+follows it while delta falls.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def solve(
 
     Parameters
     ----------
+    form : Predicts f at n points from k parameters theta.
     target : Log losses, (n,) or (P, n).
     weights : (P, n).
     starts : (P, G, k) or (1, G, k).
@@ -94,7 +95,7 @@ def joined(parts: Sequence[Solution]) -> Solution:
 
 
 def best_of(solutions: Solution, problem: np.ndarray) -> Solution:
-    """Return the best row of each problem: converged first, then by objective. `problem` (rows,) is each row's."""
+    """Return each problem's best row: converged first, then by objective. `problem` (rows,): which one a row solves."""
     order = np.lexsort((solutions.objective, ~solutions.converged, problem))
     best = order[np.searchsorted(problem[order], np.arange(problem.max() + 1))]
     objective = solutions.objective[best]
@@ -106,7 +107,7 @@ def best_of(solutions: Solution, problem: np.ndarray) -> Solution:
 
 
 def _deltas(delta: float, staged: bool) -> Array:
-    """Return the falling deltas of Huber's function: that of `approach`, then one per stage of `refine`."""
+    """Return the falling deltas of Huber's function: that of `approach`, then of each stage of `refine`."""
     if not staged or delta >= LEAST_SQUARES:
         return np.full(2, min(delta, LEAST_SQUARES))
     first = delta * STAGES[0]
@@ -155,7 +156,7 @@ def _solve(
 
 
 def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
-    """Return the index of the best point that each of a problem's G points coincides with, (P, G)."""
+    """Return, for each of a problem's G points, the index of the best point that coincides with it, (P, G)."""
     P, G, _ = theta.shape
     objective = np.where(np.isfinite(objective), objective, np.inf)
     leader = np.full((P, G), -1)
@@ -173,7 +174,7 @@ def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
 
 
 def in_chunks(part: Callable[[slice], Result], rows: int, size: int, threads: int | None = None) -> list[Result]:
-    """Call `part` on slices of at most `size` of `rows` rows, on threads, and return the results in order."""
+    """Call `part` on slices that cover `rows` rows, each at most `size` long, in threads; return results in order."""
     size = max(1, size)
     chunks = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
     workers = min(len(chunks), cores() if threads is None else threads)
@@ -191,10 +192,10 @@ def cores() -> int:
 
 
 def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Array, Array]:
-    """Solve least squares for a law's linear parameters at G settings of its nonlinear ones, for P problems.
+    """Fit the m amplitudes of a law by least squares at G settings of its other parameters, for P problems.
 
-    basis (G, n, m), target (n,), weights (P, n). Returns amplitudes (P, G, m) and the sum of squares (P, G). Golub and
-    Pereyra 1973.
+    basis (G, n, m): what multiplies each amplitude. target (n,), weights (P, n). Returns amplitudes (P, G, m) and the
+    sum of squares (P, G). Golub and Pereyra 1973.
     """
     G, _, m = basis.shape
     entries = [(i, j) for i in range(m) for j in range(i, m)]
@@ -216,9 +217,10 @@ def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Ar
 
 
 def _solve_normal(matrix: dict[tuple[int, int], Array], right: list[Array]) -> list[Array]:
-    """Solve many small systems at once by Cholesky: matrix[i, j], i <= j, and right[i] are arrays over systems.
+    """Solve many small symmetric systems at once by Cholesky; return one array per unknown.
 
-    A ridge of 1e-10 of the diagonal avoids a division by zero for two equal columns.
+    matrix[i, j], i <= j, and right[i] are arrays over systems. A ridge of 1e-10 of the diagonal copes with equal
+    columns.
     """
     m = len(right)
     A, x, pivots = dict(matrix), list(right), []
