@@ -1,4 +1,4 @@
-"""Laws written as a Python function, fitted and resampled like the built-in ones.
+"""Laws written as a Python function.
 
     def precision(c, N, D, P):  # Kumar et al. 2024 (arXiv:2411.04330): weights of P bits act as fewer parameters
         return c["E"] + c["A"] / (N * (1 - np.exp(-P / c["gamma"]))) ** c["alpha"] + c["B"] / D ** c["beta"]
@@ -240,7 +240,10 @@ def _squares(function: Function, constants: Constants, inputs: Sequence[Array], 
 
 
 def latin_hypercube(points: int, dimensions: int, seed: int) -> Array:
-    """Return random points in the unit cube (points, dimensions), one in each of `points` slices of every axis."""
+    """Return random points in the unit cube, (points, dimensions).
+
+    Each of `points` slices of every axis holds one (McKay et al. 1979).
+    """
     rng = np.random.default_rng(seed)
     slices = rng.permuted(np.tile(np.arange(points), (dimensions, 1)), axis=1).T
     return (slices + rng.random((points, dimensions))) / points

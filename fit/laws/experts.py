@@ -52,7 +52,7 @@ FARTHEST = (np.log(1e-3), np.log(1e6))  # range of log leverage that is searched
 class ExpertLaw(Law):
     """The loss of a mixture of experts, by one of four published forms.
 
-    After `fit`: what `Law` lists. E_start is the E' of a dense model, E_max its limit for many experts.
+    E_start is the E' of a dense model, E_max its limit for many experts.
 
     Parameters
     ----------
@@ -112,9 +112,9 @@ class ExpertLaw(Law):
         return ", ".join([f"L = {shown}", *(f"{name} = {say(name)}" for name in SATURATION if self._saturates)])
 
     def effective_parameters(self, N_active: ArrayLike, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """Return the dense size with the loss of a mixture of N_active and `experts` (Clark et al. 2022, equation 11).
+        """Return the size of a dense model with the same loss as a mixture with N_active and `experts`.
 
-        All arguments broadcast.
+        All arguments broadcast. Clark et al. 2022, equation 11.
         """
         self._fitted()
         if self.form != "clark":
@@ -137,7 +137,7 @@ class ExpertLaw(Law):
         most_parameters : float, optional
             Upper limit of N_total.
         experts : float, optional
-            Number of experts; by default searched within the range of the runs.
+            By default searched within the range of the runs.
         """
         (C,) = aligned(flops=flops)
         self._can_answer()
@@ -245,12 +245,12 @@ class ExpertLaw(Law):
         )
 
     def _along(self, name: str, feature: str, logs: Mapping[str, Any]) -> Any:
-        """Return what multiplies constant `name` in its term's log: the log inputs named in `feature`, as in "-N"."""
+        """Return what multiplies constant `name` in its term's log: the product of log inputs in `feature` ("NE")."""
         scale = -self._scale[name] if feature.startswith("-") else self._scale[name]
         return math.prod((logs[axis] for axis in feature.strip("-")), start=scale)
 
     def _exponents(self, v: Mapping[str, Any], logs: Mapping[str, Any]) -> list[Any]:
-        """Return the log of each term of the law, from coordinates `v` by name and log inputs by axis."""
+        """Return the log of each term of the law, from coordinates `v` by name and log inputs by axis, such as "N"."""
         if self._saturates:
             logs = {**logs, "E": saturated(logs["E"], v["E_start"], v["E_max"])}
         return [sum(v[name] * self._along(name, feature, logs) for name, feature in t.items()) for t in self._terms]
@@ -278,9 +278,9 @@ class ExpertLaw(Law):
 
 
 def saturated(log_experts: Any, log_start: Any, log_max: Any) -> Any:
-    """Return log E', with E' the saturated number of experts E (Clark et al. 2022, equation 4), from other logs.
+    """Return log E', with E' the saturated number of experts E (Clark et al. 2022, equation 4).
 
-    1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max.
+    1 / E' = 1 / (E - 1 + 1 / (1 / E_start - 1 / E_max)) + 1 / E_max, so E' runs from E_start at E = 1 to E_max.
     """
     floor = np.exp(-log_max)
     reach = 1.0 / (np.exp(-log_start) - floor)

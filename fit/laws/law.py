@@ -130,9 +130,9 @@ def projected_starts(
 
     at: index of each coordinate. coordinates: maps log amplitudes (P, G, m) of P problems, G settings and m terms to
     all coordinates, which broadcast to (P, G). basis (G, n, m): what multiplies each amplitude in each row. weights (P,
-    n). keep: number of starts of lowest error, best first; None for all G. target (n,): what the products should add up
-    to; default 1. scale (G,): converts squared residuals to squared log residuals. least (G, 1): replaces smaller
-    amplitudes. An amplitude that is not above zero multiplies the error by four.
+    n). keep: as in `least_starts`. target (n,): what the products should add up to; default 1. scale (G,): converts
+    squared residuals to squared log residuals. least (G, 1): replaces smaller amplitudes. An amplitude that is not
+    above zero multiplies the error by four.
     """
     target = np.ones(basis.shape[1]) if target is None else target
     chunks = []
@@ -266,7 +266,7 @@ class Law(Estimator):
             self._precision = 1.0 / ((self.se_ / self.data_[self.output]) ** 2 + scatter**2)
 
     def _solve_full(self) -> Solution:
-        """Fit from all starts while Huber's delta falls to the law's, and as `direct` says also without this fall."""
+        """Fit from all starts while Huber's delta falls to the law's; unless `direct` is "no", also under the last."""
         problem, weights = self.problem_, (self.weight_ * self._precision)[None, :]
         starts = problem.starts(weights, None)
         smooth = self._solve(weights, starts)
@@ -360,8 +360,7 @@ class Law(Estimator):
             Run or trunk ids (rows,); rows of one group are resampled together.
         method : {"auto", "pairs", "wild"}, optional
             "pairs" draws groups with replacement. "wild" keeps all rows and moves each observed value by a random
-            multiple of its error under a fit without its group. "auto" is "wild" below 20 groups per constant, where
-            intervals of "pairs" are too wide.
+            multiple of its error under a fit without its group. "auto" is "wild" below 20 groups per constant.
         """
         self._fitted()
         method = self.resampling if method is None else method
@@ -404,9 +403,9 @@ class Law(Estimator):
         return problem.form.along(cache, np.eye(k)).T * np.sqrt(self.weight_ * self._precision)[:, None]
 
     def nearby(self, theta: Array, rows: np.ndarray, moves: Array) -> Columns:
-        """Approximate r refits to `rows` by one linear step from their fit theta (k,); return constants, name -> (r,).
+        """Approximate r refits by a linear step each from theta (k,), the fit to `rows`; return name -> constants (r,).
 
-        `moves` (r, rows) are the changes of the log observed values; coordinates at a bound stay there.
+        `moves` (r, rows): changes of the log observed values in each refit; coordinates at a bound stay there.
         """
         p = self.problem_
         free = (p.lower < theta) & (theta < p.upper)
@@ -422,7 +421,7 @@ class Law(Estimator):
         return self.interval_of(lambda constants: constants[name], level)
 
     def interval_of(self, quantity: Callable[[Constants], Any], level: float = 0.95) -> tuple[float, float]:
-        """Return the bootstrap interval (low, high) of `quantity`, called with the draws, name -> (draws,)."""
+        """Return the bootstrap interval (low, high) of `quantity`, which is called with constants name -> (draws,)."""
         return percentile_interval(quantity(self._bootstrapped()), level)
 
     def predict_interval(
@@ -444,7 +443,7 @@ class Law(Estimator):
         return percentile_intervals(draws, level)
 
     def _inflation(self, independent: int) -> float:
-        """Return the ratio of errors to residuals, sqrt(n / (n - free constants)) for n = `independent` runs."""
+        """Return how many times errors exceed residuals, sqrt(n / (n - free constants)), for n = `independent` runs."""
         return float(np.sqrt(independent / max(independent - self.problem_.free, 1)))
 
     @property
@@ -596,7 +595,7 @@ class LossLaw(Law):
         return search(self, constants, floats(flops), lambda N: flops_per_token * N)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Return a, where the best N grows as (FLOPs)^a on average from the cheapest to the largest run."""
+        """Return a such that the best N grows as (FLOPs)^a on average from the cheapest to the largest run."""
         C = 6.0 * self.data_["N"] * self.data_["D"]
         low, high = float(C.min()), float(C.max())
         ends = self.optimum(np.array([[low], [high]]), {k: np.atleast_1d(v) for k, v in constants.items()})[0]

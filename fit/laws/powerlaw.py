@@ -48,7 +48,7 @@ class PowerLaw(LineLaw):
     def fit_draws(self, y: Array) -> Self:
         """Refit to bootstrap draws of the points: y (draws, n), NaN where a draw lacks a point. Fills `draws_`.
 
-        `draws_` has constants in the order of the draws, NaN for one with too few points or no converged fit.
+        Its constants are in the order of the draws, NaN for one with too few points or no converged fit.
         """
         self._fitted()
         present = np.isfinite(y) & (y > 0)
@@ -117,9 +117,9 @@ class PowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) -> Array:
-    """Return starts (problems, starts, coordinates): one line in log space or, with `offset`, one per p of a grid.
+    """Return starts (problems, starts, coordinates): a straight line or, with `offset`, one start per p of a grid.
 
-    With `keep`, only those of lowest error.
+    With `keep`, only that many, of lowest error.
     """
     if not offset:
         return _straight(u, np.log(y)[None, :], weights)[:, None, :]

@@ -1,7 +1,6 @@
 """Classes of all laws by the name of their form, as stored in law.json.
 
-To add a law, write one file here and add one line below: to LOSS_LAWS if it is a law of N and D, which `isoflop fit
---form` and a sweep's `fit.form` accept.
+To add a law, write one file here and add one line below: to LOSS_LAWS if it is a law of N and D.
 """
 
 from __future__ import annotations

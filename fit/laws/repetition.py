@@ -134,7 +134,7 @@ class RepetitionLaw(Law):
         return c["E"] + c["A"] * np.exp(-c["alpha"] * size) + c["B"] * np.exp(-c["beta"] * data)
 
     def optimal(self, flops: ArrayLike, unique_tokens: ArrayLike, level: float = 0.95) -> Optimum:
-        """Return the N and D of lowest loss for `flops` = 6 N D and `unique_tokens`, with epochs in its `more`."""
+        """Return the best N and D for `flops` = 6 N D and `unique_tokens`; the result's `more` has the epochs."""
         return token_limited(self, flops, unique_tokens, level=level)
 
     # The law as the solver sees it.

@@ -133,7 +133,7 @@ def family() -> dict[str, LossLaw]:
 
 
 def cut_offs(N: Array, D: Array, flops: Array, groups: np.ndarray) -> list[CutOff]:
-    """Return rolling hold-outs, largest cut-off first: runs up to it are fitted, larger ones of other groups tested."""
+    """Return hold-outs by falling cut-off: runs up to the cut-off are fitted, larger ones of other groups tested."""
     hold_outs, top = [], float(flops.max())
     while (fitted := flops <= top / GAP * (1.0 + 1e-4)).any():
         top = float(flops[fitted].max())
@@ -246,7 +246,7 @@ class FormMixture:
         return self
 
     def before(self, k: int) -> FormMixture | None:
-        """Return the mixture fitted to only the runs up to cut-off k; None if these determine no form."""
+        """Return the mixture fitted to only the runs up to cut-off k, or None if no form can be fitted to these."""
         rows = self.cut_offs_[k].fitted
         data, (names, group) = {name: values[rows] for name, values in self.data_.items()}, by_group(self._labels[rows])
         usable = {name: member for name, member in self._members.items() if member.law.problem_.free < len(names)}
@@ -317,7 +317,7 @@ class FormMixture:
         return np.exp(self._share["loss"] @ self._log_losses(self._fitted, *_points(N, D))[..., 0])
 
     def forecast(self, N: ArrayLike, D: ArrayLike, level: float = 0.95, kind: str = "run") -> pd.DataFrame:
-        """Return a DataFrame loss, low, high; the interval is of a new run (kind "run") or the law's value ("mean")."""
+        """Return a DataFrame of loss, low, high, the interval of a new run (kind "run") or the law's value ("mean")."""
         import pandas as pd
 
         if kind not in ("mean", "run"):
@@ -336,7 +336,7 @@ class FormMixture:
     def optimal(self, flops: ArrayLike, level: float = 0.95, flops_per_token: float | Curve | None = None) -> Optimum:
         """Return the best N and D for `flops` (a scalar or (targets,)) and the loss there, with intervals.
 
-        log N is the mean over forms; each weighs less the more its log N moved as larger runs were added.
+        log N is the mean over forms; one weighs less the more its log N moved as larger runs were added.
         """
         C, count = positive("flops", np.atleast_1d(floats(flops))), own_convention(self, flops_per_token)
         spend = spending(count)
@@ -364,7 +364,10 @@ class FormMixture:
         return dict(zip(self.laws_, np.exp(self._log_sizes(self._fitted, C, count)[..., 0]), strict=True))
 
     def without_optimum(self, flops_per_token: float | Curve | None = None) -> float:
-        """Return the summed weight of forms without a finite best N at the compute of the cheapest or largest run."""
+        """Return the summed weight of forms without a finite best N at the compute of the cheapest or largest run.
+
+        Forms with all exponents at bounds count too.
+        """
         C = self.ends_
         distance = np.abs(np.log(np.array([*self.sizes(C, flops_per_token).values()]) / np.sqrt(C / 6.0)))
         at_bounds = np.zeros(len(distance), dtype=bool)
@@ -411,7 +414,10 @@ class FormMixture:
         return np.stack([member.log_losses(constants, N, D) for member, constants in pairs])
 
     def _log_sizes(self, members: Members, C: Array, count: float | Curve) -> Array:
-        """Return all forms' log best N for C FLOPs, (forms, targets, r), for r values of constants in `members`."""
+        """Return all forms' log best N for C FLOPs, (forms, targets, r), for r values of constants in `members`.
+
+        `count` gives the FLOPs per token.
+        """
         log_sizes, middle = [], 0.5 * np.log(C[:, None] / 6.0)
         for law, constants in zip(self.laws_.values(), members, strict=True):
             with np.errstate(all="ignore"):

@@ -4,8 +4,7 @@
 Sethna's correction along the curve of equal predictions.
 
 `refine`, near it, is Newton with the exact Hessian, in stages of falling delta, with a line search on linearised
-residuals. A rejected step is moved by the error of the linearisation, a second-order correction (Fletcher 1982; Maratos
-1978).
+residuals. A rejected step is moved by the error of the linearisation (Fletcher 1982; Maratos 1978).
 
 Bertsekas 1982 (SIAM J. Control Optim. 20, 221): Newton in a box. Madsen and Nielsen 1990 (BIT 30, 682). Transtrum and
 Sethna 2012 (arXiv:1201.5885), section 4; Nielsen 1999 (IMM-REP-1999-05): updates of the damping.
@@ -123,7 +122,7 @@ class Batch:
 
     @property
     def inside(self) -> Array:
-        """Return the objective's second derivative by each prediction: the weight if within delta, else zero."""
+        """Return the objective's second derivative by each prediction, (P, n): the weight within delta, else zero."""
         return self.weights * (np.abs(self.residual) <= 1.0)
 
     @property

@@ -107,7 +107,7 @@ def best_of(solutions: Solution, problem: np.ndarray) -> Solution:
 
 
 def _deltas(delta: float, staged: bool) -> Array:
-    """Return the falling deltas of Huber's function: that of `approach`, then of each stage of `refine`."""
+    """Return the falling deltas of Huber's function: of `approach`, then `refine`'s stages; equal if not `staged`."""
     if not staged or delta >= LEAST_SQUARES:
         return np.full(2, min(delta, LEAST_SQUARES))
     first = delta * STAGES[0]
