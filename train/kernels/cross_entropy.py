@@ -21,16 +21,16 @@ LONGEST_BLOCK = 8192  # maximum columns that a program holds at a time; 16 per t
 def fused_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return losses and the derivative, like `loss.cross_entropy_reference`.
+    """Return the losses (n,), and `scale` times their derivative by the logits.
 
-    The derivative overwrites the logits, (n, V) with contiguous rows.
+    Unless `scale` is 0, the derivative overwrites the logits, (n, V) with contiguous rows.
     """
     return cross_entropy_(logits, targets, vocab_size, z_loss, scale), logits
 
 
 @torch.library.custom_op("isoflop::cross_entropy_", mutates_args=("logits",))
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float) -> Tensor:
-    """Return losses (n,), fp32; unless `scale` is 0 the logits (n, V) become `scale` times the derivative."""
+    """Return losses (n,), fp32. Unless `scale` is 0, `scale` times their derivative overwrites the logits (n, V)."""
     count, columns = logits.shape
     losses = torch.empty(count, dtype=torch.float32, device=logits.device)
     block = min(triton.next_power_of_2(columns), LONGEST_BLOCK)

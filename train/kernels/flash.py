@@ -32,7 +32,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, first: Tensor 
 
     Args:
         query: (batch, time, heads, d), bf16, fp16 or fp32, d in HEAD_DIMS, the last dimension contiguous.
-        key, value: (batch, time, kv_heads, d), the same type; each KV head serves heads / kv_heads query heads in turn.
+        key, value: (batch, time, kv_heads, d), the same type; a KV head serves heads / kv_heads adjacent query heads.
         first: (batch, time) int32, the first position that each query sees: at most its own, and never decreasing along
             a row (unchecked, because a check would wait for the device). None: 0.
 
@@ -92,7 +92,10 @@ def _by_rows(first: Tensor | None) -> Tensor | None:
 def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float, ahead: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (batch, time, heads, d), contiguous, and log-sum-exp (batch, heads, time), fp32."""
+    """Return attention's output (batch, time, heads, d), contiguous, and log-sum-exp (batch, heads, time), fp32.
+
+    Query i sees the keys from first[i] (None: 0) to i + ahead.
+    """
     _require_triton(query)
     from .flash_forward import forward
 
@@ -113,7 +116,10 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     "Tensor? first, float scale, int ahead=0) -> (Tensor, Tensor, Tensor)",
 )
 def flash_backward(grad: Tensor, *forward: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return contiguous derivatives of query, key and value. `forward`: inputs and outputs of the forward op."""
+    """Return contiguous derivatives of query, key and value, given that of the output, `grad`.
+
+    forward: query, key, value, output, log-sum-exp, first, scale and ahead of `flash_forward`.
+    """
     query, key, value, out, lse, first, scale, ahead = (*forward, 0)[:8]  # PyTorch omits an `ahead` of 0
     _require_triton(query)
     from .flash_backward import backward

@@ -26,7 +26,7 @@ from .flash_forward import LOG2E, LOG2E_, head_of, key_range, load_rows, masked_
 def delta_kernel(  # type: ignore[no-untyped-def]
     Grad, Out, Delta, grad_strides, heads, time, D: tl.constexpr, QUERIES: tl.constexpr
 ):
-    """Write Delta (batch, heads, time), rowsum(dO * O), which is subtracted from dP."""
+    """Write Delta (batch, heads, time), the rowsum(dO * O) that the other kernels subtract from dP."""
     block, batch, head = program_place(time, heads, QUERIES)
     start = block * QUERIES
     rows = start + tl.arange(0, QUERIES)
@@ -52,7 +52,7 @@ def _key_grads(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the terms of one block of queries to dk and dv; all scores are transposed, (keys, queries)."""
+    """Return dk and dv (keys, D) plus the terms of QUERIES queries from `start` on; scores are (keys, queries)."""
     k, v, keys = key_block
     q_base, q_stride, grad_base, grad_stride, lse_row, delta_row = query_head
     rows = start + tl.arange(0, QUERIES)
@@ -101,7 +101,7 @@ def key_kernel(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write DK, DV (batch, keys, kv_heads, D), contiguous. For Ends (batch, blocks, 2) see `query_ends`."""
+    """Write DK and DV (batch, keys, kv_heads, D), contiguous; Ends is the result of `query_ends`, or None."""
     Q, K, V, Grad, Lse, Delta = inputs
     q_strides, k_strides, v_strides, grad_strides = strides
     # The first keys have the most queries, and are launched first.
@@ -224,9 +224,10 @@ def query_kernel(  # type: ignore[no-untyped-def]
 
 
 def query_ends(first: Tensor, keys: int, key_time: int) -> Tensor:
-    """Return, per block of keys, how many queries have `first` at or before its first key, and before its end.
+    """Return, for each block of keys, how many queries have `first` at most its first key, and at most its last key.
 
-    Since `first` never decreases along a row, this is where the queries that see the whole block, or a part of it, end.
+    Since `first` never decreases along a row, queries from the first number on do not see the whole block, and those
+    from the second on see none of it.
 
     Args:
         first: (batch, time) int32.
@@ -234,7 +235,7 @@ def query_ends(first: Tensor, keys: int, key_time: int) -> Tensor:
         key_time: total number of keys.
 
     Returns:
-        (batch, blocks, 2) int32, contiguous; one row if first's batch stride is 0.
+        (batch, blocks, 2) int32, contiguous; batch is 1 if first's batch stride is 0.
     """
     first = (first[:1] if first.stride(0) == 0 else first).contiguous()
     starts = torch.arange(0, key_time, keys, dtype=torch.int32, device=first.device)
@@ -253,12 +254,12 @@ def backward(
     scale: float,
     ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernels. Returns the derivatives of query, key and value, contiguous and in their shapes and types.
+    """Launch the kernels. Returns derivatives of query, key and value, contiguous, shaped and typed as these.
 
     Args:
         grad: derivative of out, any strides with the last dimension contiguous.
         query, key, value, first, scale, ahead: the inputs of the forward kernel.
-        out, lse: its outputs.
+        out, lse: the outputs of the forward kernel.
     """
     batch, time, heads, head_dim = query.shape
     key_time, kv_heads = key.shape[1:3]

@@ -36,7 +36,7 @@ TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 
 def blocks_for(query: Tensor, precision: str) -> Blocks:
-    """Return the launch options for queries of this head size, type and device; `precision` is for fp32 products."""
+    """Return the kernels' launch options for the query's head size, type and device, and `dot_precision`'s result."""
     generation = {9: "hopper", 10: "blackwell"}.get(capability_of(query)[0], "ampere")
     entries = TABLE[precision if query.dtype == torch.float32 else generation]
     launches = next(launches for largest, launches in entries.items() if query.shape[-1] <= int(largest))
@@ -44,10 +44,10 @@ def blocks_for(query: Tensor, precision: str) -> Blocks:
 
 
 def dot_precision() -> str:
-    """Return how to multiply fp32 blocks: in TF32 if PyTorch's matrix products use it, else exactly."""
+    """Return Triton's name for how to multiply fp32 blocks: tf32 if PyTorch's products may use it, else ieee."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def capability_of(x: Tensor) -> tuple[int, int]:
-    """Return the GPU's compute capability; sm_80 on a CPU, for the interpreter."""
+    """Return the compute capability of x's GPU; on a CPU, for Triton's interpreter, (8, 0)."""
     return CUDA.capability(x.device) if on_gpu(x) else (8, 0)

@@ -42,7 +42,10 @@ def head_of(base, batch, head, strides):  # type: ignore[no-untyped-def]
 def load_rows(  # type: ignore[no-untyped-def]
     base, start, stride, time, ROWS: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Load rows start .. start + ROWS of a (time, D) view, (ROWS, PADDED_D); with EDGE, zeros from row `time` on."""
+    """Load ROWS rows from `start` on of a (time, D) view, with zeros after column D and, with EDGE, after the last row.
+
+    PADDED_D, the width of the result (ROWS, PADDED_D), is a power of two.
+    """
     PADDED_D: tl.constexpr = triton.next_power_of_2(D)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
@@ -58,7 +61,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_rows(base, start, stride, time, values, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the rows of `values` (ROWS, PADDED_D) below `time`, in the type of `base`."""
+    """Store `values` (ROWS, PADDED_D) to a (time, D) view from row `start` on, except what is outside it."""
     rows, columns = tl.arange(0, values.shape[0]), tl.arange(0, values.shape[1])
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
     inside = (start + rows < time)[:, None] & (columns < D)[None, :]
@@ -71,7 +74,7 @@ def key_range(  # type: ignore[no-untyped-def]
 ):
     """Return (begin, whole_begin, whole_end, end) of the keys that QUERIES queries from `start` on see.
 
-    Keys from whole_begin to whole_end are seen by all of them.
+    They see no key outside begin … end, and all see those in whole_begin … whole_end.
     """
     last = tl.minimum(start + QUERIES, time) - 1
     end = tl.minimum(last + ahead + 1, key_time)
@@ -86,7 +89,7 @@ def key_range(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def masked_block(index, begin, whole_begin, whole_end, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first key of masked block `index`: first those before `whole_begin`, then from `whole_end` on."""
+    """Return the first key of masked block `index`, counted from `begin` to `whole_begin`, then from `whole_end` on."""
     ahead = (whole_begin - begin) // BLOCK
     return tl.where(index < ahead, begin + index * BLOCK, whole_end + (index - ahead) * BLOCK)
 
@@ -168,13 +171,13 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 def forward(
     query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float, ahead: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel.
+    """Launch the forward kernel.
 
     Args:
         query: (batch, time, heads, d), any strides with the last dimension contiguous.
         key, value: (batch, keys, kv_heads, d), likewise.
-        first: (batch, time) int32, rows contiguous (a batch stride of 0 is fine), or None.
-        scale: of the scores, above 0.
+        first: (batch, time) int32, first key of each query, rows contiguous (a batch stride of 0 is fine); None: 0.
+        scale: factor on the scores, above 0.
         ahead: query i sees no key after i + ahead.
 
     Returns:

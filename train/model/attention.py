@@ -30,12 +30,12 @@ def document_starts(tokens: Tensor, end: int) -> Tensor:
 
 
 def first_visible(tokens: Tensor, first: Tensor | None, window: int | None) -> Tensor | None:
-    """Return the first position that each query sees, (batch, time) int32, or None if 0 for all.
+    """Return the first position that each query sees, (batch, time) int32, or None if all see from 0 on.
 
     Args:
         tokens: (batch, time, …); only its shape and device are read.
         first: (batch, time) int32 from `document_starts`; None: 0.
-        window: maximum number of tokens that a query sees, itself included.
+        window: maximum number of tokens that a query sees, itself included; None: no limit.
     """
     batch, time = tokens.shape[:2]
     if window is None or window >= time:
@@ -47,7 +47,7 @@ def first_visible(tokens: Tensor, first: Tensor | None, window: int | None) -> T
 def visible_mask(first: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask to add to scores, (batch, 1, time, time): 0 if query i sees key j (first[i] <= j <= i), else -inf.
 
-    If `first` (batch, time) is one expanded row, so is the mask.
+    If all rows of `first` (batch, time) share memory, so do the mask's.
     """
     rows = first[:1] if first.stride(0) == 0 else first
     position = torch.arange(first.shape[1], dtype=first.dtype, device=first.device)
@@ -111,8 +111,8 @@ def causal_attention(
 
     Args:
         key, value: (batch, kv_heads, time, head_dim); each serves heads / kv_heads query heads.
-        mask: (batch, 1, time, time) from `visible_mask`; None: plain causal.
-        window: the mask's window; keys that it hides from a whole block of queries are skipped.
+        mask: (batch, 1, time, time) from `visible_mask`; None: a query sees all keys up to its own.
+        window: the window in the mask; used to skip keys that a whole block of queries does not see.
     """
     batch, heads, time, head_dim = query.shape
     on_cpu, keeps_softmax = not on_gpu(query), query.dtype == torch.bfloat16 and time <= LONGEST_KEPT

@@ -57,13 +57,12 @@ class Choice:
 
 
 def choose_backend(requested: str, work: Work, installed: Set[str]) -> Choice:
-    """Return which backend computes a model's attention, and why.
+    """Return the backend that computes a model's attention, and the reason.
 
-    Without a mask, `auto` leaves the choice to PyTorch. With a mask, PyTorch would read (batch, time, time) numbers and
-    skip nothing, so `auto` prefers our kernel.
+    `auto` prefers our kernel if there is a mask, of which PyTorch would read (batch, time, time) numbers, else PyTorch.
 
     Raises:
-        UserError: the requested backend is not installed, or cannot do this work; the message lists those that can.
+        UserError: the requested backend is not installed, or cannot do `work`; the message lists those that can.
     """
     able = [name for name in PACKAGES if name in installed and obstacle(name, work) is None]
     if requested == "auto":
@@ -83,7 +82,7 @@ def choose_backend(requested: str, work: Work, installed: Set[str]) -> Choice:
 
 
 def obstacle(name: str, work: Work) -> str | None:
-    """Return why a backend cannot do this work, such as "needs a GPU", or None if it can."""
+    """Return why a backend cannot compute this attention, such as "needs a GPU", or None if it can."""
     if name == "sdpa":
         if work.has_ring and work.device_type == "cuda":
             return "cannot attend over sequences that are split over ranks (parallel.cp) on a GPU"
@@ -120,7 +119,7 @@ class Backend:
     reads: str  # the form that `seen` returns: mask | first
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask or first visible positions that show the kernel what each query sees; None: all before it."""
+        """Return the mask or first positions that tell the kernel which keys a query sees; None: all up to its own."""
         first = first_visible(tokens, first, window)
         return first if first is None or self.reads == "first" else visible_mask(first, dtype)
 
@@ -131,8 +130,8 @@ class Backend:
 
         Args:
             key, value: (batch, time, kv_heads, head_dim); each serves heads / kv_heads query heads.
-            seen: result of `seen` with the same window.
-            window: maximum number of tokens that a query sees, itself included; None: all before it.
+            seen: result of the method `seen` with the same window.
+            window: maximum number of tokens that a query sees, itself included; None: no limit.
         """
         # A window that hides nothing must give the same bits as no window.
         narrows = window is not None and window < query.shape[1]
@@ -164,7 +163,7 @@ def select_backend(
     head_dim: int,
     *masks: bool,  # has_window, has_documents, has_ring of `Work`
 ) -> tuple[Choice, Backend]:
-    """Choose and load a backend. If the package that `auto` chose cannot be imported, use PyTorch's kernel.
+    """Choose and load a backend; with `auto`, PyTorch's if the package of the chosen one cannot be imported.
 
     Args:
         masks: has_window, has_documents and has_ring of `Work`.

@@ -69,9 +69,9 @@ def rotary_angles(
     device: torch.device | None = None,
     scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of position times frequency, each (length, head_dim / 2), fp32.
+    """Return cosine and sine of position times frequency theta^(-2 i / head_dim), each (length, head_dim / 2), fp32.
 
-    With `scaling` the frequencies are scaled, and both results multiplied by its amplitude.
+    With `scaling`, for long contexts, frequencies are lowered, and cosine and sine multiplied by its amplitude.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     if scaling is not None:
@@ -83,7 +83,7 @@ def rotary_angles(
 
 
 def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Return the share of each frequency (d / 2,) that context scaling leaves unchanged: 0 for slow, 1 for fast ones.
+    """Return, per frequency (d / 2,), the weight of its unscaled value: 0 for slow, 1 for fast ones.
 
     In between, llama3 is linear in the rotations within the old context (Llama 3.1), and yarn in the frequency's index
     (Peng et al. 2023, arXiv 2309.00071, section 3.2), with bounds rounded to integers as in transformers.
@@ -103,13 +103,13 @@ def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> 
 
 
 def rotary_turn(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:
-    """Expand cos and sin (time, d / 2) to what `rotated` reads, (time, 1, d), which is faster on CPUs than halves."""
+    """Expand cos and sin (time, d / 2) to the pair of (time, 1, d) that `rotated` reads."""
     cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotated(x: Tensor, turn: Turn) -> Tensor:
-    """Rotate x (…, time, heads, d) by angles from `rotary_turn`, in the half-split layout of Llama (Su et al. 2021)."""
+    """Rotate x (…, time, heads, d) by the result of `rotary_turn`, in Llama's half-split layout (Su et al. 2021)."""
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * turn[0], torch.cat((second, first), dim=-1), turn[1])
 
@@ -129,7 +129,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x by cos and sin (time, d / 2), with a derivative, or in inference by those of `rotary_turn`."""
+    """Rotate x by cos and sin: (time, d / 2) in training, or in inference the pair from `rotary_turn`."""
     if cos.ndim == 3:
         return rotated(x, (cos, sin))
     if torch.compiler.is_compiling():
@@ -147,7 +147,7 @@ def query_key_value(
     """Split a fused product (…, heads + 2 kv_heads, d) into query, key and value, and rotate query and key.
 
     Args:
-        norms: one for queries and one for keys, applied before the rotation; empty: none.
+        norms: of queries and of keys, applied before the rotation; empty: none.
     """
     if norms:
         query, key, value = products.split((heads, kv_heads, kv_heads), dim=-2)
@@ -209,7 +209,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:
-    """Return the gradient of a table (rows, width), given that of the rows looked up for `tokens` (…).
+    """Return the gradient of a table (rows, width), given `grad` (…, width), that of the look-up of `tokens` (…).
 
     Tokens equal to `left_out` are ignored. CPUs sum in at least fp32, because a sum in bf16 would stop growing early.
     """

@@ -53,7 +53,10 @@ class Router(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Routing, Tensor | None]:
-        """Choose experts for tokens (n, width) of sequences of `length` tokens. Returns routing and penalty ()."""
+        """Choose experts for tokens (n, width) of sequences of `length` tokens. Returns routing and penalty.
+
+        The penalty () is added to the loss's gradient; None if no gradient is needed.
+        """
         config, k = self.config, self.config.experts_per_token
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
@@ -183,7 +186,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _stacks(gate_up: Tensor, down: Tensor, counts: Tensor) -> list[Tensor]:
-    """View both weights as (experts, rows, columns)."""
+    """View gate_up and down as (experts, rows, columns); only the length of `counts` (experts,) is read."""
     return [weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down)]
 
 
@@ -191,7 +194,7 @@ Expert = int | Tensor  # its number; on GPUs in bf16 all experts, by the ends of
 
 
 def _parts(counts: Tensor, dtype: torch.dtype) -> list[tuple[slice, Expert]]:
-    """Return slices of rows to compute together, each with its expert; on GPUs in bf16 one slice for all experts."""
+    """Split rows, `counts` per expert, into slices with their expert; on GPUs in bf16 one slice has all experts."""
     if on_gpu(counts) and dtype == torch.bfloat16:  # no grouped product of other types; below, `tolist` waits for a GPU
         return [(slice(None), counts.cumsum(0).to(torch.int32))]
     ends = list(accumulate(counts.tolist()))
@@ -199,14 +202,14 @@ def _parts(counts: Tensor, dtype: torch.dtype) -> list[tuple[slice, Expert]]:
 
 
 def product(x: Tensor, weights: Tensor, expert: Expert, out: Tensor) -> Tensor:
-    """Write rows (m, i) times their expert's matrix, from weights (experts, i, o), to `out` (m, o)."""
+    """Multiply rows (m, i) by their expert's matrix in weights (experts, i, o). Fills and returns out (m, o)."""
     if isinstance(expert, int):
         return torch.mm(x, weights[expert], out=out)
     return out.copy_(F.grouped_mm(x, weights, offs=expert))
 
 
 def outer(left: Tensor, right: Tensor, expert: Expert, out: Tensor) -> None:
-    """Write left^T right, of an expert's rows (m, a) and (m, b), to its matrix in `out` (experts, a, b)."""
+    """Write left^T right of an expert's rows, in (m, a) and (m, b), to the expert's matrix in out (experts, a, b)."""
     if isinstance(expert, int):
         torch.mm(left.mT, right, out=out[expert])
     else:
@@ -214,10 +217,10 @@ def outer(left: Tensor, right: Tensor, expert: Expert, out: Tensor) -> None:
 
 
 def balance_of(loads: Tensor) -> dict[str, list[float]]:
-    """Measure how evenly tokens are distributed, given their numbers `loads` (blocks, experts); one result per block.
+    """Measure, in every block, how evenly tokens are spread, given their numbers per expert (blocks, experts).
 
-    load_max: largest load over the mean. load_entropy: entropy over that of equal loads. dead_experts: number of
-    experts without tokens.
+    load_max: largest number over the mean. load_entropy: entropy of the shares over that of equal ones. dead_experts:
+    number of experts without tokens.
     """
     share = loads / loads.sum(-1, keepdim=True)
     return {
@@ -268,7 +271,10 @@ class MoE(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the router's penalty for sequences of `length` tokens; x may be (tokens, width)."""
+        """Return the output for x, (batch, time, width) or (tokens, width), and the router's penalty (see `Router`).
+
+        length: tokens per sequence.
+        """
         flat = self.strategy.enter(x).flatten(0, -2)
         routing, penalty = self.router(flat, length)
         y = self.strategy.experts(self.experts, flat, routing)

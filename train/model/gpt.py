@@ -59,7 +59,7 @@ class Attention(nn.Module):
         return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     def take_heads(self, ranks: int, rank: int) -> None:
-        """Take only this tensor-parallel rank's share of the query heads."""
+        """Keep only the heads of tensor-parallel rank `rank` of `ranks`."""
         self.heads //= ranks
         if self.kv_heads >= ranks:
             self.kv_heads //= ranks
@@ -75,7 +75,7 @@ class Attention(nn.Module):
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         """Compute attention from query-key-value products: (…, rows of qkv) -> (…, heads * head_dim).
 
-        … is batch and time, or both as one dimension; `cos` (time, head_dim / 2) defines time. `seen`: see `GPT.seen`.
+        … is (batch, time) or (batch * time); time is the length of `cos` (time, head_dim / 2). `seen`: see `GPT.seen`.
         """
         if self.qkv_bias is not None:
             products = products + self.qkv_bias
@@ -126,10 +126,11 @@ class Block(nn.Module):
         self.mlp: MLP | MoE = MoE(config, shared) if experts else MLP(config.width, config.mlp_hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Stream:
-        """Return the residual stream after the block, with experts also their penalty.
+        """Return the residual stream after the block; with a mixture of experts, that and the router's penalty.
 
         Args:
-            rows: (m,) in inference, the rows of x (n, w) to return; the backend has selected the same queries.
+            seen: see `GPT.seen`.
+            rows: (m,) in inference, indices of the rows of x (n, w) to return; the backend must select these queries.
         """
         if self.recompute == "full":
             return checkpointed(self._plain, x, cos, sin, *seen)
@@ -231,18 +232,21 @@ class GPT(nn.Module):
         return self.head.whole(self.logits(tokens)).view(*tokens.shape, -1)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits, the vocabulary's padding included; on a tensor-parallel rank only its columns."""
+        """Return logits, with columns for the vocabulary's padding; a tensor-parallel rank returns its columns."""
         return self.head(self.last_hidden(tokens))
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
-        """Return the head's input; if ranks split sequences, only for this rank's tokens."""
+        """Return the normalised stream that the head reads; if ranks split sequences, only for this rank's tokens."""
         return self.leave(self.through(self.enter(tokens), tokens)[0])
 
     def enter(self, tokens: Tensor) -> Tensor:
         return self.embedding(self.strategy.own(tokens, 1))
 
     def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Run a chunk of the blocks on the residual stream x, masked by `tokens`. Returns stream and penalty."""
+        """Run the blocks of chunk number `chunk` on the residual stream x; `tokens` determine what each query sees.
+
+        Returns the stream, and the sum of the routers' penalties or None.
+        """
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
@@ -262,15 +266,15 @@ class GPT(nn.Module):
         return x * self.output_scale if self.output_scale != 1.0 else x
 
     def seen(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the tensor that tells the backend which keys each query sees, as a tuple; empty: all before it."""
+        """Return a tuple of `Backend.seen`'s tensor for `tokens`; empty if a query sees all keys up to its own."""
         first = None if self.end_of_document is None else document_starts(tokens, self.end_of_document)
         seen = self.backend.seen(tokens, first, self.config.window, dtype)
         return () if seen is None else (seen,)
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Return the cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time).
+        """Return the cross-entropy plus z-loss in nats, fp32: the mean, or with reduction `none` (batch, time).
 
-        A context-parallel rank returns that of its tokens. Penalties of routers add to the gradient, not to the value.
+        A context-parallel rank counts only its tokens. Routers' penalties add to the gradient, not to the value.
         """
         x, penalty = self.through(self.enter(tokens), tokens)
         return self.score(x, penalty, targets, reduction, z_loss)
@@ -282,7 +286,7 @@ class GPT(nn.Module):
         return losses if penalty is None else Penalised.apply(losses, penalty)
 
     def keep(self, chunks: Sequence[range], embeds: bool, scores: bool) -> None:
-        """Keep only the blocks in `chunks`, the embedding if `embeds`, and norm and head if `scores`.
+        """Keep only the blocks in `chunks`, the embedding if `embeds`, and norm and head (and tied table) if `scores`.
 
         Parameters keep their names.
         """
@@ -307,7 +311,7 @@ class GPT(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def loads(self) -> Tensor | None:
-        """Return the number of training tokens per expert since the last call, (blocks, experts); None: no experts."""
+        """Return training tokens per expert since the last call, (blocks with experts, experts), or None if none."""
         routers = [moe.router for moe in self.mixtures]
         loads = [router.load for router in routers]
         for router in routers:
@@ -324,7 +328,7 @@ class GPT(nn.Module):
         return choice
 
     def follow(self, strategy: Strategy) -> None:
-        """Set in all modules the steps where ranks communicate; call before `set_attention`."""
+        """Set in all modules how ranks communicate; call before `set_attention`."""
         for module in self.modules():
             if isinstance(module, GPT | LatentAttention | MoE | Router):
                 module.strategy = strategy
@@ -338,7 +342,7 @@ class GPT(nn.Module):
                 module.backend = backend
 
     def set_recompute(self, mode: str) -> None:
-        """Set what blocks recompute: none | selective | full, see `Block`."""
+        """Set what blocks recompute in the backward pass: none | selective | full, see `Block`."""
         for block in self.blocks:
             if isinstance(block, Block):
                 block.recompute = mode
@@ -363,7 +367,7 @@ def sequence_losses(
     batch_tokens: int = 16384,
     beat: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Return the summed loss in nats of each of n windows of T + 1 tokens, (n,) float64 on the CPU.
+    """Return the loss in nats summed over each row of `windows`, tokens (n, T + 1): (n,) float64 on the CPU.
 
     `beat` is called before every forward pass of about `batch_tokens` tokens.
     """

@@ -96,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _in_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, work: Work, gradients: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Compute losses (n,) some rows at a time; also fill `gradients`, dx (n, w) and dW (V, w), if passed."""
+    """Compute losses (n,) by `work`, some rows at a time. If passed, `gradients` get dx (n, w) and dW (V, w)."""
     losses = torch.empty(len(x), dtype=_wide(x.dtype), device=x.device)
     step = rows_at_a_time(len(weight), "cuda" if on_gpu(x) else "cpu")
     for start in range(0, len(x), step):
@@ -124,9 +124,9 @@ def _kernel() -> Work:
 def cross_entropy_reference(
     logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return losses (n,) in at least fp32, and their derivative by logits (n, V) times `scale`, in the logits' type.
+    """Return losses (n,) in at least fp32, and `scale` times their derivative by logits (n, V), in the logits' type.
 
-    The logits are overwritten, and may be returned as the derivative. `scale` 0 skips it.
+    The logits are overwritten, and may be returned as the derivative. `scale` 0: the derivative is not computed.
     """
     if vocab_size < logits.shape[1]:
         logits[:, vocab_size:] = float("-inf")
@@ -146,7 +146,7 @@ def cross_entropy_reference(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """Add left^T (V, n) right (n, w) to `total` (V, w); with `fresh` overwrite it."""
+    """Add left^T (V, n) times right (n, w) to `total` (V, w); with `fresh`, write it there instead."""
     add, keep = partial(torch.addmm, beta=0.0 if fresh else 1.0, out=total), total.dtype
     if left.dtype == keep:
         add(total, left.T, right)

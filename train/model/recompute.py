@@ -30,7 +30,7 @@ def checkpointed(function: Callable[..., Out], *inputs: Tensor) -> Out:
 
 
 def recomputed(function: Callable[..., Tensor], product: Callable[[Tensor], Out], *inputs: Tensor) -> Out:
-    """Return product(function(*inputs)); save only the inputs, and what `product` saves in addition to its input.
+    """Return product(function(*inputs)), and recompute the function's tensors in the backward pass.
 
     The inputs must not be written to before the backward pass.
     """
@@ -60,7 +60,7 @@ class _Dropped:
         return self.saved - 1
 
     def dropper_of_views(self, out: Tensor) -> Callable[[Tensor], int | Tensor]:
-        """Return the hook for tensors that the product saves: drop views of `out`, save all else."""
+        """Return a hook for tensors that the product saves: it drops views of `out`, and keeps all others."""
         storage, dtype = out.untyped_storage()._cdata, out.dtype  # not `out`: the hook lives as long as the graph
 
         def drop(x: Tensor) -> int | Tensor:

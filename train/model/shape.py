@@ -56,22 +56,22 @@ TRAVELLING = {"cpu": 2**19, "cuda": 2**23}
 
 
 def rows_at_a_time(vocabulary: int, device: str) -> int:
-    """Return the number of tokens whose logits are computed at a time."""
+    """Return for how many tokens logits are computed at a time, on `device` cpu | cuda."""
     return max(LOGITS_AT_A_TIME[device] // vocabulary, FEWEST_ROWS[device])
 
 
 def heads_at_a_time(heads: int, numbers: int, device: str) -> int:
-    """Return how many key/value heads, of `numbers` elements each, context-parallel ranks send at a time."""
+    """Return how many of `heads` key/value heads, of `numbers` elements each, ranks send at a time round a ring."""
     return min(heads, -(-TRAVELLING[device] // numbers))
 
 
 def query_block(length: int) -> int:
-    """Return the number of queries per attention block on CPUs: 4 blocks skip 3/8 of the scores."""
+    """Return the number of queries per attention block on CPUs: a quarter of `length`, at least 128."""
     return max(128, -(-length // 4))
 
 
 def visible_blocks(length: int, block: int, window: int | None = None) -> list[tuple[int, int, int]]:
-    """Return (first visible key, first query, end of both) for each block of queries."""
+    """Return, for each block of queries, its first visible key, its first query, and where its queries and keys end."""
     starts = range(0, length, block)
     return [(max(0, start - (window or length) + 1), start, min(start + block, length)) for start in starts]
 
@@ -110,7 +110,7 @@ class Parameter:
 
     @property
     def flops(self) -> int:
-        """Return forward FLOPs per token: 2 per multiply-add, 0 if the role has no product."""
+        """Return forward FLOPs per token: 2 per multiply-add, 0 if tokens are not multiplied by it."""
         return 2 * self.active if self.role in PRODUCTS else 0
 
     def of_block(self, number: int) -> Parameter:
@@ -154,7 +154,7 @@ class Shape:
 
     @property
     def block(self) -> tuple[Parameter, ...]:
-        """Return the parameters of the last block, in order; the first blocks may have no experts."""
+        """Return the parameters of the last block, in order. It has all experts, which the first blocks may lack."""
         return self.block_of(self.depth - 1)
 
     def block_of(self, number: int) -> tuple[Parameter, ...]:
@@ -184,12 +184,12 @@ class Shape:
 
     @property
     def inner(self) -> int:
-        """Return the number of hidden units in a block that one token uses."""
+        """Return the number of hidden units of a block's feed-forward that one token uses."""
         return self.hidden if self.experts is None else self.experts.chosen * self.experts.hidden + self.experts.shared
 
     @property
     def table(self) -> int:
-        """Return the number of weights of the embedding, which is also that of the head."""
+        """Return the number of weights of the embedding, or of the head."""
         return self.vocabulary * self.width
 
     @property
@@ -377,7 +377,7 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
 
 
 def micro_batch_of(config: RunConfig) -> int:
-    """Return the number of sequences in one forward pass of a rank; by default small enough to fill a pipeline."""
+    """Return the number of sequences in a rank's forward pass: by default all, or few enough to fill a pipeline."""
     parallel, share = config.parallel, config.optimizer.batch_size // config.parallel.dp
     if parallel.micro_batch_size or parallel.pp == 1:
         return parallel.micro_batch_size or share

@@ -12,15 +12,15 @@ from ..config import AverageConfig
 
 
 def copies(average: AverageConfig) -> int:
-    """Return the number of averaged copies: one per span for `ema`, two for `window`."""
+    """Return the number of averaged copies of the weights: one per span for `ema`, two for `window`."""
     return len(average.kept) * (2 if average.kind == "window" else 1)
 
 
 def newest_shares(average: AverageConfig, step: int) -> list[float]:
-    """Return the share of the newest weights in each copy after a step (1-based); the old average keeps the rest.
+    """Return, per averaged copy, the share of the newest weights at a step (1-based); the old average keeps the rest.
 
-    ema: the mean age of its weights is that of a window of `span` times the steps (a power function of the step: Karras
-    et al. 2024, arXiv 2312.02696, section 3.1). window: a plain mean, restarted every other block.
+    ema: the weights' mean age is that of a window of `span` times the steps so far (Karras et al. 2024, arXiv
+    2312.02696, section 3.1). window: a plain mean, restarted in every other block of steps.
     """
     if average.kind == "ema":
         return [min(1.0, (2 / span - 1) / step) for span in average.kept]
@@ -28,7 +28,7 @@ def newest_shares(average: AverageConfig, step: int) -> list[float]:
 
 
 def whole_copies(average: AverageConfig, step: int) -> dict[float, int]:
-    """Return, by span, the index of the copy that is its average after `step`; of two windows the one begun first."""
+    """Return, by span, the index of the copy to use as its average after `step`; of two windows the one begun first."""
     if average.kind == "ema":
         return {span: copy for copy, span in enumerate(average.kept)}
     begins = {span: _begins(span, step) for span in average.kept}
@@ -40,7 +40,7 @@ def averaged_name(average: AverageConfig, span: float) -> str:
 
 
 def _begins(span: float, step: int) -> tuple[int, int]:
-    """Return the first step of the current window in both copies of a span, which restart in turn."""
+    """Return the first step averaged in each of a span's two copies, which restart in turn, as of `step`."""
     begins, block, first = [1, 1], 0, 1
     while (after := max(first + 1, math.ceil(first * (1 + span)))) <= step:
         block, first = block + 1, after

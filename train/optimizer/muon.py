@@ -40,9 +40,9 @@ class MuonOptions:
 def direction(
     gradient: Tensor, moments: Sequence[Tensor], options: MuonOptions, divisor: Tensor | None, skipped: Tensor
 ) -> Tensor:
-    """Return the Nesterov momentum, in the iteration's precision.
+    """Return the Nesterov momentum, shaped as the gradient, in `options.iteration_precision`.
 
-    Overwrites the gradient and, unless `skipped`, the moment.
+    Overwrites the gradient, divided by `divisor` if given, and the momentum in `moments`, unless `skipped` () is 1.
     """
     import torch  # not at the top, because planning imports the registry without torch
 
@@ -59,7 +59,7 @@ def direction(
 
 
 def orthogonalise(matrices: Tensor, *unused: Any) -> None:
-    """Orthogonalise and scale matrices (..., rows, columns) in place."""
+    """Orthogonalise matrices (..., rows, columns) and multiply them by sqrt(rows / columns), in place."""
     rows, columns = matrices.shape[-2:]
     for batch in matrices.flatten(0, -3).split(max(1, AT_A_TIME // (rows * columns))):
         x = batch / batch.flatten(1).norm(dim=1).clamp(min=SMALLEST_NORM)[:, None, None]
@@ -78,7 +78,7 @@ def muon(weight: Tensor, direction: Tensor, states: Sequence[Tensor], step: Step
 
 
 def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Yield matching pieces of equally long vectors, small enough for a core's L2 cache on CPUs."""
+    """Yield equally long vectors in matching pieces, which on CPUs fit a core's L2 cache."""
     from ..hardware import on_gpu  # not at the top, because planning imports the registry without torch
 
     size = max(1, len(vectors[0])) if on_gpu(vectors[0]) else 2**15
@@ -86,7 +86,7 @@ def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def flops(rows: int, columns: int) -> int:
-    """Return the FLOPs to orthogonalise one matrix: products X X^T, its square, and that times X, per iteration."""
+    """Return the FLOPs to orthogonalise one matrix: per iteration the products X X^T, its square, and one with X."""
     n, m = sorted((rows, columns))
     return ITERATIONS * (4 * n * n * m + 2 * n**3)
 

@@ -57,7 +57,7 @@ class BucketLayout:
 
     @property
     def segments(self) -> list[tuple[int, Range]]:
-        """Return (group, range) of adjacent parameters with one learning rate and decay; they cover the bucket."""
+        """Return (group, range) per run of parameters with one learning rate and decay; the ranges cover the bucket."""
         firsts = [slot for i, slot in enumerate(self.slots) if i == 0 or self.slots[i - 1].group != slot.group]
         stops = [*(slot.start for slot in firsts[1:]), self.size]
         return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
@@ -79,7 +79,7 @@ def bucket_limit(itemsize: int) -> int:
 
 
 def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split names, in order, into lists whose sizes sum to at most `limit`."""
+    """Split names, in order, into lists whose `sizes` sum to at most `limit`; a larger parameter is alone."""
     runs: list[list[str]] = []
     held = limit
     for name in names:
@@ -94,10 +94,12 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
 def bucket_layouts(
     sizes: Mapping[str, int], groups: Mapping[str, int], limit: int, ranks: int, *, gathered: bool, ep: int = 1
 ) -> list[BucketLayout]:
-    """Assign parameters, listed in forward order in `sizes`, to buckets, returned in backward order.
+    """Assign parameters, in forward order in `sizes`, to buckets, returned in backward order.
 
-    With `gathered` (ZeRO-3) a bucket is the final norm with the head (and a tied table), a block, or an untied table;
-    else it has up to `limit` elements. With ep > 1 experts have separate buckets, of ranks / ep ranks.
+    With `gathered` (ZeRO-3) a bucket is a block, an untied table, or the final norm with the head or tied table; else
+    it has up to `limit` elements. With ep > 1 experts have separate buckets, which ranks / ep ranks share.
+
+    groups: by parameter, the number of its learning rate and weight decay.
     """
     backward = list(sizes)[::-1]
     runs = _gathered(backward) if gathered else fill(backward, sizes, limit)
@@ -127,7 +129,7 @@ def counted(
 ) -> list[Range]:
     """Return ranges of a bucket whose squares a tensor-parallel rank adds to the gradient norm.
 
-    These are its own pieces, and on rank 0 also the shared ones, except in `left_out` groups.
+    These are pieces that only this rank holds, and on rank 0 also those that all hold, except in groups in `left_out`.
     """
     return _merge(
         (r, (tp_rank == 0 or not piece.shared) and group not in left_out)
@@ -136,7 +138,7 @@ def counted(
 
 
 def partial(bucket: BucketLayout, placements: Mapping[str, Placement]) -> list[Range]:
-    """Return ranges of a bucket whose gradient must still be summed over tensor-parallel ranks."""
+    """Return ranges of a bucket of whose gradient each tensor-parallel rank has one term, still to be summed."""
     return _merge((r, piece.partial) for r, _, piece in _pieces(bucket, placements))
 
 
@@ -162,7 +164,7 @@ def _merge(ranges: Iterable[tuple[Range, bool]]) -> list[Range]:
 
 
 def clip(ranges: Iterable[Range], owned: Range) -> list[Range]:
-    """Return the parts of ranges inside `owned`, relative to its start."""
+    """Return the parts of `ranges` inside the range `owned`, relative to the start of `owned`."""
     first, last = owned
     return [
         (max(start, first) - first, min(stop, last) - first)

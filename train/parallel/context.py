@@ -33,7 +33,7 @@ _derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def own_part(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's two pieces of the sequence along dimension `dim`."""
+    """Return the two of 2 cp pieces of the sequence, dimension `dim`, that this rank holds."""
     pieces = x.unflatten(dim, (2 * group.size(), -1)).unbind(dim)
     return torch.cat([pieces[piece] for piece in _pieces(group.size(), group.rank())], dim)
 
@@ -49,16 +49,19 @@ def mean_over_parts(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def plain_pairs(cp: int, rank: int, source: int, piece: int) -> list[Pair]:
-    """Return the `Pair` of rank `source`'s keys without a mask.
+    """Return this rank's queries that see keys of rank `source`, and these keys, as one `Pair`, without a mask.
 
-    It is 2 x 1 or 1 x 2 pieces (queries x keys), or for this rank's own keys the causal triangle of 2 x 2.
+    It is 2 x 1 or 1 x 2 pieces (queries x keys) of `piece` tokens, or from the same rank the causal triangle of 2 x 2.
     """
     first, last, both = slice(0, piece), slice(piece, 2 * piece), slice(0, 2 * piece)
     return [(both, both, 0) if source == rank else (both, first, piece) if source < rank else (last, both, 2 * piece)]
 
 
 def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None, block: int) -> Iterator[Pair]:
-    """Yield blocks of queries, each with the slice of rank `source`'s keys that they may see, as `Pair`s."""
+    """Yield a `Pair` for each `block` queries: these, and the keys of rank `source` that they may see, if any.
+
+    piece: tokens in each of a rank's two pieces.
+    """
     for half, number in enumerate(_pieces(cp, rank)):
         for start in range(0, piece, block):
             stop = min(start + block, piece)
@@ -70,12 +73,12 @@ def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None
 
 
 def _before(position: int, cp: int, source: int, piece: int) -> int:
-    """Return how many of rank `source`'s tokens precede a position."""
+    """Return how many of rank `source`'s tokens, two pieces of `piece`, precede a position in the sequence."""
     return sum(min(max(position - number * piece, 0), piece) for number in _pieces(cp, source))
 
 
 def _send_on(sent: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start to send a tensor to the next rank. Returns a function that waits for and returns the previous rank's."""
+    """Start to send a tensor to the next rank. Returns a function that waits for the previous rank's and returns it."""
     cp, rank, received = group.size(), group.rank(), torch.empty_like(sent)
     send = P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % cp)
     receive = P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % cp)
@@ -100,9 +103,9 @@ class Ring(Backend):
         object.__setattr__(self, "attention", torch.compiler.disable(_Attention.apply))
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the first position that each of this rank's queries sees, (batch, time / cp), or None if 0.
+        """Return the first position that each of this rank's queries sees, (batch, time / cp), or None if 0 for all.
 
-        The batch is 1 if all rows are equal.
+        batch is 1 if no row differs.
         """
         first = super().seen(tokens, first, window, dtype)
         if first is None:
@@ -117,9 +120,9 @@ class Ring(Backend):
     def steps(
         self, key_value: Tensor, seen: Tensor | None, window: int | None
     ) -> Iterator[tuple[Tensor, list[tuple[Pair, Tensor | None]]]]:
-        """Yield the keys and values of each rank in turn, (2, batch, time, kv_heads, d), with the `Pair`s to compute.
+        """Yield the keys and values of each rank in turn, (2, batch, time, kv_heads, d), while the next ones arrive.
 
-        Meanwhile the next ones arrive. Each pair comes with the first key that each of its queries sees, or None.
+        With them comes a list of `Pair`s, each with the first key in its slice that each query sees (None: 0).
         """
         cp, rank, piece = self.group.size(), self.group.rank(), key_value.shape[2] // 2
         block = piece if self.name == "ours" else query_block(piece)
@@ -143,7 +146,10 @@ class Ring(Backend):
                 key_value = arrived()
 
     def forward(self, query: Tensor, key_value: Tensor, ahead: int, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf for a query without keys."""
+        """Return output (batch, time, heads, d) and log-sum-exp (batch, heads, time), -inf for a query without keys.
+
+        Query i sees the keys from first[i] (None: 0) to i + ahead.
+        """
         if self.name == "ours":
             return torch.ops.isoflop.flash_forward(query, *key_value, first, query.shape[-1] ** -0.5, ahead)
         mask, blind = _mask(query, key_value.shape[2], ahead, first)
@@ -156,7 +162,7 @@ class Ring(Backend):
     ) -> tuple[Tensor, ...]:
         """Return derivatives of query, key and value.
 
-        `forward`: grad, query, output, and log-sum-exp over the keys of all ranks.
+        forward: the output's derivative, query, output, and log-sum-exp over the keys of all ranks.
         """
         grad, query, out, lse = forward
         if self.name == "ours":
@@ -173,7 +179,10 @@ def ring_over(backend: Backend, group: ProcessGroup) -> Ring:
 
 
 def _mask(query: Tensor, keys: int, ahead: int, first: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return a mask to add to scores, (batch, 1, queries, keys), and which queries see no key, (batch, 1, queries)."""
+    """Return a mask to add to scores, (batch, 1, queries, keys), and which queries see no key, (batch, 1, queries).
+
+    Query i sees keys first[i] … i + ahead. If `first` is None, returns None twice.
+    """
     if first is None:
         return None, None
     row, column = (torch.arange(count, device=query.device) for count in (query.shape[1], keys))
@@ -241,7 +250,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _turns(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
-    """Return slices of query heads, each with its key/value heads, that go round the ring together."""
+    """Divide heads into those that go round the ring together: slices of query heads, and of their key/value heads."""
     kv_heads, group = key.shape[2], query.shape[2] // key.shape[2]
     step = heads_at_a_time(kv_heads, key[:, :, 0].numel(), "cuda" if on_gpu(key) else "cpu")
     return [(slice(at * group, (at + step) * group), slice(at, at + step)) for at in range(0, kv_heads, step)]

@@ -103,9 +103,9 @@ class Gradients:
 
     @contextmanager
     def micro_batch(self, last: bool, chunk: int = 0) -> Iterator[None]:
-        """Collect a chunk's gradients from the backward pass in this block, and start to sum full buckets over ranks.
+        """Collect gradients of pipeline chunk `chunk` from the backward pass in this block.
 
-        At ZeRO stages 0 and 1 sums start only in the `last` micro-batch.
+        Full buckets start to be summed over ranks, at ZeRO stages 0 and 1 only in a step's `last` micro-batch.
         """
         chunk_buckets = {number: bucket for number, bucket in enumerate(self.buckets) if bucket.layout.chunk == chunk}
         self.queue, self.last = [number for number, bucket in chunk_buckets.items() if not bucket.layout.ends], last
@@ -188,7 +188,7 @@ class Gradients:
         self.pending = [total for total in self.pending if next(total, self) is not self]
 
     def _sum(self, bucket: GradientBucket) -> Iterator[None]:
-        """Sum a bucket over the ranks. Yields after each start of a collective."""
+        """Sum a bucket over its ranks. Yields when a collective has started, and waits for it when resumed."""
         full, group, add = bucket.full, bucket.group, bucket.freed and not bucket.fresh
         assert full is not None
         if bucket.freed:

@@ -22,7 +22,7 @@ class Exchange:
         self.group = group
 
     def __call__(self, experts: ExpertMLP, x: Tensor, routing: Routing) -> Tensor:
-        """Return what `experts` would return if this rank had all experts: (n, width) -> (n, width)."""
+        """Return what `experts` would for tokens x (n, width) if this rank had all experts: (n, width)."""
         gates, tokens, rows, counts = routing
         sent = counts.view(self.group.size(), -1)
         received = torch.empty_like(sent)  # (sender, own expert)

@@ -74,9 +74,9 @@ class Box:
 
 
 def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
-    """Yield the rectangles of the whole parameter that elements start … stop of a rank's flattened part fill.
+    """Yield the rectangles of the whole parameter filled by elements start … stop of the rank's flattened part of it.
 
-    There are at most 3 per `Piece` of a matrix.
+    A matrix has at most 3 per `Piece`.
     """
     row = math.prod(placement.local_shape[1:])
     first = 0

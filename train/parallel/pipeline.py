@@ -82,7 +82,7 @@ class Messages:
         self.sent.append((message, work, x))
 
     def let_go(self, has_arrived: Callable[[Message], bool] = lambda message: True) -> None:
-        """Wait for the sends of arrived messages, by default all, and free their tensors."""
+        """Wait for the sends of messages that have arrived, by default all, and free their tensors."""
         for message, work, _ in self.sent:
             if has_arrived(message):
                 work.wait()
@@ -111,7 +111,10 @@ def edge(mesh: Mesh, way: int, source: int, target: int) -> ProcessGroup:
 
 
 def meet(mesh: Mesh, way: int, word: Tensor) -> None:
-    """Send `word` round the stages in turn: NCCL connects two ranks at their first message, and blocks both."""
+    """Send `word` once from each rank to the next (`way` FORWARD) or previous one, in turn, so that all are connected.
+
+    NCCL connects two ranks at their first message, and blocks both.
+    """
     step = 1 if way == FORWARD else -1
     for source, target in ((rank, (rank + step) % mesh.pp) for rank in range(mesh.pp)):
         if mesh.pp_rank == source:
@@ -130,12 +133,14 @@ class Pipeline:
             meet(mesh, way, self.like.new_zeros(1))
 
     def step(self, rows: Sequence[Tensor], share: float, z_loss: float, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run forward and backward passes of micro-batches `rows`, tokens (n, T + 1), each `share` of the batch.
+        """Run forward and backward passes of micro-batches `rows`, tokens (n, T + 1) each.
 
-        `scaled` applies the loss scale.
+        Args:
+            share: of each micro-batch in the batch's mean loss.
+            scaled: multiplies a loss by the loss scale.
 
         Returns:
-            This rank's part () of the batch's mean loss; 0 except on the last stage.
+            This rank's term () of the batch's mean loss; 0 except on the last stage.
         """
         lists = _schedule(self.name, self.mesh.pp, len(rows), len(self.gpt.chunks))
         actions, messages = lists[self.mesh.pp_rank], self._messages(lists, rows, patient=False)
@@ -165,7 +170,7 @@ class Pipeline:
 
     @torch.no_grad()
     def losses(self, windows: Tensor, beat: Callable[[], None], batch_tokens: int = 16384) -> Tensor:
-        """Compute `sequence_losses` over all stages; all ranks must call it, and get the result."""
+        """Return what `sequence_losses` would for the whole model, on all ranks; all must call it."""
         rows = windows.to(self.like.device).split(max(1, batch_tokens // (windows.shape[1] - 1)))
         groups = [range(first, min(first + self.mesh.pp, len(rows))) for first in range(0, len(rows), self.mesh.pp)]
         chunks = range(len(self.gpt.chunks))
@@ -186,7 +191,7 @@ class Pipeline:
         return read(result)
 
     def loads(self) -> Tensor:
-        """Return `GPT.loads` of all stages' blocks; all ranks must call it."""
+        """Return `GPT.loads` for the blocks of all stages; all ranks must call it."""
         config = self.gpt.config
         total = torch.zeros(config.depth, config.experts, dtype=torch.int64, device=self.like.device)
         if (loads := self.gpt.loads()) is not None:
@@ -205,7 +210,7 @@ class Pipeline:
     def _forward(
         self, messages: Messages, micro: int, chunk: int, tokens: Tensor
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Run a chunk's forward pass. Returns its input (None on the first stage), output and penalty."""
+        """Run a micro-batch forward through a chunk. Returns input (None on the first stage), output and penalty."""
         stage = self._stage(chunk)
         if stage == 0:
             return None, *self.gpt.through(self.gpt.enter(tokens), tokens)
@@ -221,7 +226,12 @@ class Pipeline:
         x: Tensor | None,
         roots: list[Any],
     ) -> None:
-        """Run a chunk's backward pass from its loss, or its output and penalty (`slope`: the penalty's gradient)."""
+        """Run a micro-batch backward through a chunk, and send the gradient of its input x to the stage before.
+
+        Args:
+            slope: gradient of the penalty.
+            roots: the loss on the last stage, else the output, and the penalty if any.
+        """
         stage, slopes = self._stage(chunk), list[Tensor]()
         if stage != messages.last:
             slopes = [messages.receive(BACKWARD, micro, stage), *[slope] * (len(roots) - 1)]

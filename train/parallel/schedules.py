@@ -33,7 +33,7 @@ Need = tuple[Kind, int, int]  # an action by its kind, micro-batch and virtual s
 
 
 def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
-    """Return the actions of each of `stages` ranks in one step.
+    """Return, for each of `stages` ranks, its list of actions in one step.
 
     Raises:
         ValueError: no such schedule, or it does not allow this number of chunks or micro-batches.
@@ -61,7 +61,7 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> lis
 def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[range]:
     """Divide blocks over virtual stages, in order and at least one each, to minimize the largest cost of a stage.
 
-    Returns each stage's range of blocks. The costs of the other stages are near the mean.
+    Returns each stage's range of blocks. Stages below the largest cost are near the mean.
 
     Args:
         costs: of each block, at least `stages` of them.

@@ -29,12 +29,12 @@ _collectives = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Start to gather (n, …) of every rank into stacked (tp * n, …); call `wait` before reading it."""
+    """Start to gather x (n, …) of every rank, stacked (tp * n, …); call `wait` before reading it."""
     return _collectives.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Start to sum (tp * n, …) over the ranks into this rank's (n, …); call `wait` before reading it."""
+    """Start to sum x (tp * n, …) over ranks; each gets its (n, …) rows. Call `wait` before reading these."""
     return _collectives.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
 
 
@@ -267,9 +267,9 @@ class VocabularyHead(ColumnLinear):
         return logits
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Return this rank's columns of logits, or with `targets` (…) losses in nats, fp32, the same on every rank.
+        """Return this rank's columns of logits, or with `targets` (…) the loss in nats, fp32, the same on every rank.
 
-        The backward pass overwrites the logits.
+        It is a mean, or with reduction `none` per token. The backward pass overwrites the logits.
         """
         logits = super().forward(x)
         if targets is None:

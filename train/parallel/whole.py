@@ -72,7 +72,7 @@ class Matrices:
         self.mine = [index for index in turns if owner[index] == mesh.rank]
 
         def is_sender(holder: int, index: int, box: Box) -> bool:
-            """Return whether `holder` sends its box to the owner; several ranks may hold it."""
+            """Return whether rank `holder`, of several with this box of parameter `index`, sends it to the owner."""
             (data, part), (held_data, held_part) = mesh.coordinates(owner[index]), mesh.coordinates(holder)
             return (not replicated or held_data == data) and (not box.shared or held_part == part)
 
@@ -111,7 +111,8 @@ class Matrices:
 
         Args:
             vectors: per bucket, this rank's elements of the matrices.
-            work: called with matrices (k, rows, columns) of one shape, their states, `options` and `skipped`.
+            work: called with k matrices (k, rows, columns), a list of their states, `options` and `skipped`.
+            skipped: () 1 if the step is skipped.
         """
 
         def vector(index: int, start: int, size: Sequence[int]) -> Tensor:

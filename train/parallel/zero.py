@@ -101,7 +101,7 @@ class Bucket:
         return next(span for span in self.spans if span.optimizer is OPTIMIZERS[groups[slot.group].optimizer])
 
     def changed(self) -> None:
-        """Gather a bucket after its owners have written to it: immediately, or at stage 3 on the next use."""
+        """Gather the slices that their owners have changed: immediately, or at stage 3 on the next use."""
         self.wait()
         if self.stage == 3:
             self.release()
@@ -132,7 +132,7 @@ class Bucket:
         self.changed()
 
     def overlap(self, slot: Slot) -> tuple[Range, int, int]:
-        """Return this rank's range of a flattened parameter, and its start and stop in the rank's slice."""
+        """Return the range of a flattened parameter that this rank owns, and where it starts and stops in its slice."""
         first, last = self.owned
         start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
         return (start - slot.start, stop - slot.start), start - first, stop - first
@@ -142,7 +142,7 @@ class Bucket:
 
 
 def schedule_gathers(gpt: GPT, buckets: Sequence[Bucket]) -> None:
-    """Register hooks that wait for a module's weights; at stage 3 they also fetch them a block ahead and free them."""
+    """Register hooks that wait for a module's weights; at stage 3 they also fetch the next block's and free them."""
     bucket_of = {
         id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket.parameters.values()
     }
@@ -187,7 +187,10 @@ def _release_after(
     keep: bool,
     before_backward: Callable[..., None] | None = None,
 ) -> None:
-    """Register a hook that releases buckets after a forward pass; with `keep` only if no backward pass follows."""
+    """Register a hook that releases buckets after a forward pass; with `keep` only if no backward pass follows.
+
+    before_backward: called before the module's backward pass.
+    """
 
     def hook(module: nn.Module, arguments: Any, result: Tensor | tuple[Tensor, ...]) -> None:
         out = result[0] if isinstance(result, tuple) else result  # without the penalty of a mixture of experts
@@ -348,7 +351,7 @@ class Zero:
         self.publish()
 
     def _directions(self, divisor: Tensor | None, skipped: Tensor) -> list[Tensor]:
-        """Return, per bucket, this rank's elements of the updates that need whole matrices; empty if none do."""
+        """Return, per bucket, this rank's elements of updates made from whole matrices; [] if there are none."""
         rule, directions = OPTIMIZERS[self.options.kind].whole, list[Tensor]()
         if rule is None:
             return directions
@@ -361,7 +364,7 @@ class Zero:
         return directions
 
     def _sum_partial(self) -> None:
-        """Sum over tensor-parallel ranks the gradients of which each rank has one term."""
+        """Sum over tensor-parallel ranks the gradients of which each has only one term."""
         if self.mesh.tp_group is None or not self._partial:
             return
         terms = torch.cat([part.to(self.wide) for part in self._partial])
@@ -370,9 +373,9 @@ class Zero:
             part.copy_(total)
 
     def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return loss and gradient norm over all ranks.
+        """Return the batch's mean loss, and the norm of all gradients.
 
-        Each rank adds the squares of its slice; only the first tensor-parallel rank adds its loss.
+        Each rank adds the squares of its slice; only the first tensor-parallel rank adds its `loss`.
         """
         squares = [square(part, self.wide) for part in self._measured]
         if not squares:  # this rank's slices count on another rank, or are padding
@@ -383,7 +386,7 @@ class Zero:
         return both[0], both[1].sqrt()
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
-        """Return the number that divides gradients: the loss scale, larger if the norm is clipped; None: 1."""
+        """Return the divisor of gradients: the loss scale, times more if `norm` exceeds the clipping limit; None: 1."""
         limit = self.options.gradient_clip
         if limit == 0:
             return scale
@@ -440,7 +443,7 @@ def shared(layout: BucketLayout, mesh: Mesh, stage: int) -> Shared:
 def layouts_of(
     gpt: GPT, groups: Sequence[ParameterGroup], dtype: torch.dtype, mesh: Mesh, *, gathered: bool
 ) -> list[BucketLayout]:
-    """Return the layouts of a model's buckets, each in one chunk; a tied table on both pipeline ends is separate."""
+    """Return the layouts of a model's buckets, none across chunks; a tied table of two pipeline ranks has one alone."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
@@ -461,7 +464,7 @@ def layouts_of(
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the sum of squares, by rows: torch loses 3 digits on a CPU vector of 5e7 elements."""
+    """Return the sum of squares in type `wide`, by rows: torch loses 3 digits on a CPU vector of 5e7 elements."""
     rows = len(values) // ROW
     tail = values[rows * ROW :].to(wide)
     rest = torch.dot(tail, tail)
