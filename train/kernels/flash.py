@@ -1,10 +1,9 @@
 """FlashAttention in Triton: causal, with packed documents and windows, for grouped queries, any length.
 
 Special here:
-- One mask covers all cases: query i sees the keys first[i] <= j <= i, or up to i + ahead if the keys are those of other
-  tokens (`parallel/context.py`). `first` is the start of i's document, or the window's if that is later, so it never
-  decreases along a row. Blocks that no query sees are never loaded.
-- Query, key and value are read by their strides, without copies.
+- Query i sees the keys first[i] <= j <= i, or up to i + ahead if the keys are those of other tokens
+  (`parallel/context.py`). `first` is the start of i's document, or the window's if that is later, so it never decreases
+  along a row. Blocks that no query sees are never loaded.
 - The kernels are `torch.library` custom ops: compile and recompute see one op that saves q, k, v, its output and one
   number per row.
 
@@ -34,7 +33,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, first: Tensor 
         query: (batch, time, heads, d), bf16, fp16 or fp32, d in HEAD_DIMS, the last dimension contiguous.
         key, value: (batch, time, kv_heads, d), the same type; a KV head serves heads / kv_heads adjacent query heads.
         first: (batch, time) int32, the first position that each query sees: at most its own, and never decreasing along
-            a row (unchecked, because a check would wait for the device). None: 0.
+            a row (unchecked). None: 0.
 
     Returns:
         (batch, time, heads, d), contiguous.
@@ -118,7 +117,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 def flash_backward(grad: Tensor, *forward: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous derivatives of query, key and value, given that of the output, `grad`.
 
-    forward: query, key, value, output, log-sum-exp, first, scale and ahead of `flash_forward`.
+    `forward`: query, key, value, output, log-sum-exp, first, scale and ahead of `flash_forward`.
     """
     query, key, value, out, lse, first, scale, ahead = (*forward, 0)[:8]  # PyTorch omits an `ahead` of 0
     _require_triton(query)

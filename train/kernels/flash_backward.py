@@ -3,9 +3,9 @@
 With S = scale Q K^T, P = exp(S - lse) and delta = rowsum(dO * O):
     dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = scale dS K,   dK = scale dS^T Q.
 
-Three launches: delta; dK and dV, one program per block of keys; dQ, one per block of queries. The last two both
-recompute S and dP: 7 products, where atomic sums of dQ would need 5. dK/dV use transposed scores, so P^T and dS^T are
-left operands in registers.
+Three launches: delta; dK and dV, one program per block of keys; dQ, one per block of queries. The last two recompute
+S and dP: 7 products, where atomic sums of dQ would need 5. Transposed scores make P^T and dS^T left operands in
+registers.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 2).
 """
@@ -226,8 +226,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
 def query_ends(first: Tensor, keys: int, key_time: int) -> Tensor:
     """Return, for each block of keys, how many queries have `first` at most its first key, and at most its last key.
 
-    Since `first` never decreases along a row, queries from the first number on do not see the whole block, and those
-    from the second on see none of it.
+    `first` never decreases, so queries from the first number on do not see the whole block, from the second on nothing.
 
     Args:
         first: (batch, time) int32.
@@ -258,8 +257,7 @@ def backward(
 
     Args:
         grad: derivative of out, any strides with the last dimension contiguous.
-        query, key, value, first, scale, ahead: the inputs of the forward kernel.
-        out, lse: the outputs of the forward kernel.
+        query, key, value, first, scale, ahead, out, lse: inputs and outputs of the forward kernel.
     """
     batch, time, heads, head_dim = query.shape
     key_time, kv_heads = key.shape[1:3]

@@ -36,7 +36,7 @@ TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 
 def blocks_for(query: Tensor, precision: str) -> Blocks:
-    """Return the kernels' launch options for the query's head size, type and device, and `dot_precision`'s result."""
+    """Return the kernels' launch options for a query of this head size, type and device, and this fp32 `precision`."""
     generation = {9: "hopper", 10: "blackwell"}.get(capability_of(query)[0], "ampere")
     entries = TABLE[precision if query.dtype == torch.float32 else generation]
     launches = next(launches for largest, launches in entries.items() if query.shape[-1] <= int(largest))

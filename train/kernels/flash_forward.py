@@ -2,8 +2,7 @@
 
 Query i sees `first[i] <= j <= i + ahead`, so a program's key blocks are one range in three parts: masked ones at the
 start of a document or window, those that all queries see whole, and those on the diagonal. The softmax is online and in
-base 2. Query blocks are launched last first, because they have the most keys. A head size that is no power of two (96)
-is padded inside the block.
+base 2. Query blocks are launched last first, because they have the most keys.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1); online softmax (Milakov & Gimelshein 2018,
 arXiv 1805.02867).
@@ -42,10 +41,7 @@ def head_of(base, batch, head, strides):  # type: ignore[no-untyped-def]
 def load_rows(  # type: ignore[no-untyped-def]
     base, start, stride, time, ROWS: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Load ROWS rows from `start` on of a (time, D) view, with zeros after column D and, with EDGE, after the last row.
-
-    PADDED_D, the width of the result (ROWS, PADDED_D), is a power of two.
-    """
+    """Load rows start .. start + ROWS of a (time, D) view; columns from D on are 0, with EDGE also rows past `time`."""
     PADDED_D: tl.constexpr = triton.next_power_of_2(D)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
@@ -74,7 +70,7 @@ def key_range(  # type: ignore[no-untyped-def]
 ):
     """Return (begin, whole_begin, whole_end, end) of the keys that QUERIES queries from `start` on see.
 
-    They see no key outside begin … end, and all see those in whole_begin … whole_end.
+    They see no key outside begin .. end, and all see those in whole_begin .. whole_end.
     """
     last = tl.minimum(start + QUERIES, time) - 1
     end = tl.minimum(last + ahead + 1, key_time)
@@ -176,7 +172,7 @@ def forward(
     Args:
         query: (batch, time, heads, d), any strides with the last dimension contiguous.
         key, value: (batch, keys, kv_heads, d), likewise.
-        first: (batch, time) int32, first key of each query, rows contiguous (a batch stride of 0 is fine); None: 0.
+        first: (batch, time) int32, first key each query sees, rows contiguous (a batch stride of 0 is fine); None: 0.
         scale: factor on the scores, above 0.
         ahead: query i sees no key after i + ahead.
 

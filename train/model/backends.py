@@ -1,4 +1,4 @@
-"""The kernel that computes attention: ours in Triton, or PyTorch's; how it is chosen, loaded and called.
+"""The kernel that computes attention: ours in Triton, or PyTorch's.
 
 What each query sees is prepared once for all blocks (`Backend.seen`): a mask for PyTorch's kernels, the first visible
 position for ours.
@@ -119,7 +119,7 @@ class Backend:
     reads: str  # the form that `seen` returns: mask | first
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask or first positions that tell the kernel which keys a query sees; None: all up to its own."""
+        """Return the mask or first visible positions that the kernel needs, or None if queries see all before them."""
         first = first_visible(tokens, first, window)
         return first if first is None or self.reads == "first" else visible_mask(first, dtype)
 

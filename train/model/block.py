@@ -1,7 +1,7 @@
 """The parts of a decoder block, shared by training, inference and tensor parallelism.
 
-PyTorch does not fuse norm, rotation and SwiGLU on CPUs, so they have their own derivatives here. The compiler gets
-plain expressions, which it fuses.
+PyTorch does not fuse norm, rotation and SwiGLU on CPUs, so their derivatives are here. The compiler gets expressions
+that it fuses.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def rotary_angles(
 
 
 def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Return, per frequency (d / 2,), the weight of its unscaled value: 0 for slow, 1 for fast ones.
+    """Return how much of each frequency (d / 2,) escapes context scaling: 0 for slow, 1 (all) for fast ones.
 
     In between, llama3 is linear in the rotations within the old context (Llama 3.1), and yarn in the frequency's index
     (Peng et al. 2023, arXiv 2309.00071, section 3.2), with bounds rounded to integers as in transformers.
@@ -209,9 +209,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:
-    """Return the gradient of a table (rows, width), given `grad` (…, width), that of the look-up of `tokens` (…).
+    """Return the gradient of a table (rows, width), given `grad` (…, width), that of rows looked up for `tokens` (…).
 
-    Tokens equal to `left_out` are ignored. CPUs sum in at least fp32, because a sum in bf16 would stop growing early.
+    Tokens equal to `left_out` are ignored. CPUs sum in at least fp32: in bf16 a sum would stop growing early.
     """
     wide = grad if on_gpu(grad) else widened(grad)
     return torch.ops.aten.embedding_dense_backward(wide, tokens, rows, left_out, False).to(grad.dtype)

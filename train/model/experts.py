@@ -53,10 +53,7 @@ class Router(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Routing, Tensor | None]:
-        """Choose experts for tokens (n, width) of sequences of `length` tokens. Returns routing and penalty.
-
-        The penalty () is added to the loss's gradient; None if no gradient is needed.
-        """
+        """Choose experts for tokens (n, width), in sequences of `length` tokens. Returns routing and any penalty ()."""
         config, k = self.config, self.config.experts_per_token
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
@@ -146,8 +143,7 @@ class _ExpertMLP(torch.autograd.Function):
         forward   A (m, 2 h) = X G^T,   B (m, h) = silu(gate) up,   Y (m, w) = (g B) W^T
         backward  dB = dY W,  dg = sum dB B,  dA = swiglu'(g dB),  dX = dA G,  dW = dY^T (g B),  dG = dA^T X
 
-    Every product stays within an expert's rows; a token's result is the sum of its rows of Y. The tokens, A and g are
-    saved.
+    A token's result is the sum of its rows of Y. The tokens, A and g are saved.
     """
 
     @staticmethod
@@ -186,7 +182,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _stacks(gate_up: Tensor, down: Tensor, counts: Tensor) -> list[Tensor]:
-    """View gate_up and down as (experts, rows, columns); only the length of `counts` (experts,) is read."""
+    """View gate_up and down as (experts, rows, columns); `counts` has one number per expert."""
     return [weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down)]
 
 
@@ -271,10 +267,7 @@ class MoE(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-        """Return the output for x, (batch, time, width) or (tokens, width), and the router's penalty (see `Router`).
-
-        length: tokens per sequence.
-        """
+        """Return the output for x, (batch, time, width) or (tokens, width), and the penalty; `length` is time."""
         flat = self.strategy.enter(x).flatten(0, -2)
         routing, penalty = self.router(flat, length)
         y = self.strategy.experts(self.experts, flat, routing)

@@ -1,9 +1,6 @@
 """A pre-norm decoder with RMSNorm, rotary positions, SwiGLU and grouped-query attention.
 
-Special here:
-- What a token sees (all before it, a window, its own document) is computed once per pass for all blocks, in the form
-  that the attention backend reads (`backends.py`).
-- The vocabulary is padded to a round size for speed. Padding is never predicted.
+The vocabulary is padded to a round size for speed. Padding is never predicted.
 """
 
 from __future__ import annotations
@@ -126,7 +123,7 @@ class Block(nn.Module):
         self.mlp: MLP | MoE = MoE(config, shared) if experts else MLP(config.width, config.mlp_hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Stream:
-        """Return the residual stream after the block; with a mixture of experts, that and the router's penalty.
+        """Return the residual stream after the block; in a mixture of experts also the router's penalty.
 
         Args:
             seen: see `GPT.seen`.
@@ -245,7 +242,7 @@ class GPT(nn.Module):
     def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> tuple[Tensor, Tensor | None]:
         """Run the blocks of chunk number `chunk` on the residual stream x; `tokens` determine what each query sees.
 
-        Returns the stream, and the sum of the routers' penalties or None.
+        Returns the stream, and the sum of the routers' penalties (None: no experts).
         """
         time = tokens.shape[1]
         if time > self.max_length:
@@ -272,7 +269,7 @@ class GPT(nn.Module):
         return () if seen is None else (seen,)
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Return the cross-entropy plus z-loss in nats, fp32: the mean, or with reduction `none` (batch, time).
+        """Return the cross-entropy plus z-loss in nats, fp32: the mean, or with `none` per token (batch, time).
 
         A context-parallel rank counts only its tokens. Routers' penalties add to the gradient, not to the value.
         """
@@ -350,7 +347,7 @@ class GPT(nn.Module):
     def compile_blocks(self) -> None:
         """Compile block by block: all blocks of one width share one compilation.
 
-        Only `forward` is compiled, without the hooks in which ZeRO-3 gathers and frees weights.
+        The hooks in which ZeRO-3 gathers and frees weights are not compiled.
         """
         mixtures: list[nn.Module] = [module for module in self.modules() if isinstance(module, MoE)]
         for mixture in mixtures:  # here and not in the class, because that imports the compiler

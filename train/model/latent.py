@@ -25,7 +25,7 @@ class LatentAttention(nn.Module):
         latent    l (c), k_r (r) = W_l x;   k (H d), v (H d) = W_kv norm(l), head by head
         scores    (q . k + R q_r . R k_r) / sqrt(d + r)
 
-    Values are padded with zeros to the width of keys, because the kernels require it.
+    Values are padded with zeros to the width of keys, as kernels require.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -48,28 +48,25 @@ class LatentAttention(nn.Module):
         return self.out(self.mix(self.project(x), cos, sin, seen))
 
     def compressed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the query matrix's input, the normalised latent (…, c) and the rotary key (…, r), for x (…, width)."""
+        """Return the query matrix's input, the normalised latent and the rotary part of the key, for x (…, width)."""
         queries = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
         latent, key = self.latent(x).split((self.rank, self.rotary), dim=-1)
         return queries, self.latent_norm(latent), key
 
     def project(self, x: Tensor) -> Tensor:
-        """Return queries, keys, values and shared rotary key of H heads, concatenated: (…, H (d + r) + 2 H d + r)."""
+        """Return queries, keys, values and shared rotary key, concatenated: (…, H (d + r) + 2 H d + r) for H heads."""
         queries, latent, key = self.compressed(x)
         return torch.cat((self.query(queries), self.key_value(latent), self.strategy.enter(key)), dim=-1)
 
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Compute attention (…, H d) of H heads from the result of `project`; other arguments as in `Attention.mix`."""
+        """Compute attention (…, heads * head_dim) from the result of `project`; else like `Attention.mix`."""
         rows = products.view(-1, len(cos), products.shape[-1])
         query, key, value = self.split(rows, lambda x: apply_rotary(x, cos, sin))
         mixed = self.backend.attend(query, key, value, seen, self.window)
         return mixed[..., : self.head_dim].reshape(*products.shape[:-2], -1, self.heads * self.head_dim)
 
     def split(self, products: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the result of `project` into query, key and zero-padded value, (…, time, H, d + r) each.
-
-        rotate: applied to the rotary parts of query and key.
-        """
+        """Split `project`'s result into query, key and padded value, (…, time, H, d + r); `rotate` the rotary parts."""
         heads, d, r = self.heads, self.head_dim, self.rotary
         query, both, key = products.split((heads * (d + r), 2 * heads * d, r), dim=-1)
         query, turned = query.unflatten(-1, (heads, d + r)).split((d, r), dim=-1)

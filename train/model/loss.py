@@ -7,7 +7,7 @@ With n rows of width w, a vocabulary of V, z = x W^T the logits, p their softmax
 
 Logits exist for some rows at a time. In the forward pass dz overwrites them and goes into dx and dW, which the backward
 pass only scales. Since dz is not divided by n, it has the size of a probability for any batch and loss scale; fp16
-stores it times `SHIFT`. dW is summed in fp32.
+stores it times `SHIFT`.
 
 Gradients in the forward pass: Hsu et al. 2024 (Liger), arXiv 2410.10989. z-loss: Chowdhery et al. 2022 (PaLM), arXiv
 2204.02311, section 5.

@@ -2,8 +2,8 @@
 
 `selective` saves the outputs of the big matrix products and the residual stream; no product with a weight and no
 collective runs twice. To allow this, `recomputed` also drops the output of a function, although the next product needs
-it: the product's saved tensor becomes a view of the recomputed one. Gradients have the
-same bits if a function gives the same bits twice.
+it: the product's saved tensor becomes a view of the recomputed one. Gradients have the same bits if a function gives
+the same bits twice.
 
 Korthikanti et al. 2022, arXiv 2205.05198, section 5.
 """
@@ -30,7 +30,7 @@ def checkpointed(function: Callable[..., Out], *inputs: Tensor) -> Out:
 
 
 def recomputed(function: Callable[..., Tensor], product: Callable[[Tensor], Out], *inputs: Tensor) -> Out:
-    """Return product(function(*inputs)), and recompute the function's tensors in the backward pass.
+    """Return product(function(*inputs)), and recompute the function's tensors in the backward pass, not saving them.
 
     The inputs must not be written to before the backward pass.
     """

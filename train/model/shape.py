@@ -110,7 +110,7 @@ class Parameter:
 
     @property
     def flops(self) -> int:
-        """Return forward FLOPs per token: 2 per multiply-add, 0 if tokens are not multiplied by it."""
+        """Return forward FLOPs per token: 2 per multiply-add, 0 if it multiplies no tokens."""
         return 2 * self.active if self.role in PRODUCTS else 0
 
     def of_block(self, number: int) -> Parameter:
@@ -189,7 +189,7 @@ class Shape:
 
     @property
     def table(self) -> int:
-        """Return the number of weights of the embedding, or of the head."""
+        """Return the number of weights of the embedding; the head has as many."""
         return self.vocabulary * self.width
 
     @property
@@ -377,7 +377,7 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
 
 
 def micro_batch_of(config: RunConfig) -> int:
-    """Return the number of sequences in a rank's forward pass: by default all, or few enough to fill a pipeline."""
+    """Return how many sequences a rank passes forward at once: by default all it has, or few, to fill a pipeline."""
     parallel, share = config.parallel, config.optimizer.batch_size // config.parallel.dp
     if parallel.micro_batch_size or parallel.pp == 1:
         return parallel.micro_batch_size or share

@@ -40,7 +40,7 @@ def averaged_name(average: AverageConfig, span: float) -> str:
 
 
 def _begins(span: float, step: int) -> tuple[int, int]:
-    """Return the first step averaged in each of a span's two copies, which restart in turn, as of `step`."""
+    """Return the first step that each of a span's two copies averages at `step`; they restart in turn."""
     begins, block, first = [1, 1], 0, 1
     while (after := max(first + 1, math.ceil(first * (1 + span)))) <= step:
         block, first = block + 1, after

@@ -42,7 +42,7 @@ def direction(
 ) -> Tensor:
     """Return the Nesterov momentum, shaped as the gradient, in `options.iteration_precision`.
 
-    Overwrites the gradient, divided by `divisor` if given, and the momentum in `moments`, unless `skipped` () is 1.
+    Divides the gradient by `divisor` (None: 1). Overwrites it and, unless `skipped` is 1, the momentum in `moments`.
     """
     import torch  # not at the top, because planning imports the registry without torch
 
@@ -86,7 +86,7 @@ def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def flops(rows: int, columns: int) -> int:
-    """Return the FLOPs to orthogonalise one matrix: per iteration the products X X^T, its square, and one with X."""
+    """Return the FLOPs to orthogonalise one matrix: per iteration X X^T, its square, and a product with X."""
     n, m = sorted((rows, columns))
     return ITERATIONS * (4 * n * n * m + 2 * n**3)
 

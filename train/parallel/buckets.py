@@ -97,9 +97,8 @@ def bucket_layouts(
     """Assign parameters, in forward order in `sizes`, to buckets, returned in backward order.
 
     With `gathered` (ZeRO-3) a bucket is a block, an untied table, or the final norm with the head or tied table; else
-    it has up to `limit` elements. With ep > 1 experts have separate buckets, which ranks / ep ranks share.
-
-    groups: by parameter, the number of its learning rate and weight decay.
+    it has up to `limit` elements. With ep > 1 experts have separate buckets, which ranks / ep ranks share. Parameters
+    of one number in `groups` have the same learning rate and decay.
     """
     backward = list(sizes)[::-1]
     runs = _gathered(backward) if gathered else fill(backward, sizes, limit)

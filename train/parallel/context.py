@@ -2,7 +2,7 @@
 
 Special here:
 - Rank r has the pieces r and 2 cp - 1 - r of 2 cp, so that all ranks have equal causal work at every step of the ring.
-- A rank's tokens stay in order, so what a query sees of a rank's keys is one range, and each step is one product.
+- A rank's tokens stay in order, so a query sees one range of a rank's keys, and each step is one product.
 - Partial results are merged in fp32 by their log-sum-exp. The backward pass uses the final one in every block, so that
   partial derivatives are those of the whole softmax. Those of keys and values travel with them back to their rank.
 
@@ -33,7 +33,7 @@ _derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def own_part(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return the two of 2 cp pieces of the sequence, dimension `dim`, that this rank holds."""
+    """Return this rank's two of 2 cp pieces of the sequence, which is dimension `dim`."""
     pieces = x.unflatten(dim, (2 * group.size(), -1)).unbind(dim)
     return torch.cat([pieces[piece] for piece in _pieces(group.size(), group.rank())], dim)
 
@@ -49,18 +49,18 @@ def mean_over_parts(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def plain_pairs(cp: int, rank: int, source: int, piece: int) -> list[Pair]:
-    """Return this rank's queries that see keys of rank `source`, and these keys, as one `Pair`, without a mask.
+    """Return, as one `Pair`, this rank's queries and the keys of rank `source` that they see without a mask.
 
-    It is 2 x 1 or 1 x 2 pieces (queries x keys) of `piece` tokens, or from the same rank the causal triangle of 2 x 2.
+    It is 2 x 1 or 1 x 2 pieces (queries x keys) of `piece` tokens, or if source = rank the causal triangle of 2 x 2.
     """
     first, last, both = slice(0, piece), slice(piece, 2 * piece), slice(0, 2 * piece)
     return [(both, both, 0) if source == rank else (both, first, piece) if source < rank else (last, both, 2 * piece)]
 
 
 def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None, block: int) -> Iterator[Pair]:
-    """Yield a `Pair` for each `block` queries: these, and the keys of rank `source` that they may see, if any.
+    """Yield `Pair`s of up to `block` queries of this rank and the keys of rank `source` that they may see.
 
-    piece: tokens in each of a rank's two pieces.
+    `piece`: half a rank's tokens.
     """
     for half, number in enumerate(_pieces(cp, rank)):
         for start in range(0, piece, block):
@@ -73,7 +73,7 @@ def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None
 
 
 def _before(position: int, cp: int, source: int, piece: int) -> int:
-    """Return how many of rank `source`'s tokens, two pieces of `piece`, precede a position in the sequence."""
+    """Return how many tokens of rank `source`, two pieces of `piece`, precede a position."""
     return sum(min(max(position - number * piece, 0), piece) for number in _pieces(cp, source))
 
 
@@ -105,7 +105,7 @@ class Ring(Backend):
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Return the first position that each of this rank's queries sees, (batch, time / cp), or None if 0 for all.
 
-        batch is 1 if no row differs.
+        batch is 1 if all rows are equal.
         """
         first = super().seen(tokens, first, window, dtype)
         if first is None:
@@ -162,7 +162,7 @@ class Ring(Backend):
     ) -> tuple[Tensor, ...]:
         """Return derivatives of query, key and value.
 
-        forward: the output's derivative, query, output, and log-sum-exp over the keys of all ranks.
+        `forward`: the output's derivative, query, output, and log-sum-exp over the keys of all ranks.
         """
         grad, query, out, lse = forward
         if self.name == "ours":
@@ -181,7 +181,7 @@ def ring_over(backend: Backend, group: ProcessGroup) -> Ring:
 def _mask(query: Tensor, keys: int, ahead: int, first: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return a mask to add to scores, (batch, 1, queries, keys), and which queries see no key, (batch, 1, queries).
 
-    Query i sees keys first[i] … i + ahead. If `first` is None, returns None twice.
+    Query i sees keys first[i] … i + ahead. Without `first`, returns None twice.
     """
     if first is None:
         return None, None
@@ -198,7 +198,7 @@ class _Attention(torch.autograd.Function):
         forward   L = log sum_s exp L_s,   O = sum_s exp(L_s - L) O_s
         backward  P_s = exp(S_s - L);  dV_s = P_s^T dO,  dS_s = P_s (dO V_s^T - rowsum(dO O)),  dQ = sum_s dS_s K_s, …
 
-    Only this rank's query, key, value and output, and L, are saved.
+    This rank's query, key, value and output, and L, are saved.
     """
 
     @staticmethod

@@ -188,7 +188,7 @@ class Gradients:
         self.pending = [total for total in self.pending if next(total, self) is not self]
 
     def _sum(self, bucket: GradientBucket) -> Iterator[None]:
-        """Sum a bucket over its ranks. Yields when a collective has started, and waits for it when resumed."""
+        """Sum a bucket over its ranks. Yields after starting each collective, before waiting for it."""
         full, group, add = bucket.full, bucket.group, bucket.freed and not bucket.fresh
         assert full is not None
         if bucket.freed:

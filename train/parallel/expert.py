@@ -1,8 +1,8 @@
 """Expert parallelism: data-parallel ranks split the experts, and send each other the rows of tokens.
 
-With n rows of a rank, sorted by expert, and experts / ep experts per rank: n rows go out, and m rows come in, sorted by
-sender. The experts' m results go back the same way. Gradients make the same trip in reverse, so an expert's gradient
-covers the whole group, and is summed only over its replicas. Lepikhin et al. 2020, arXiv 2006.16668.
+A rank's rows go out sorted by expert, and rows for its experts come in sorted by sender. Results go back the same way.
+Gradients go in reverse, so an expert's gradient covers the whole group, and is summed only over its replicas. Lepikhin
+et al. 2020, arXiv 2006.16668.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Exchange:
         self.group = group
 
     def __call__(self, experts: ExpertMLP, x: Tensor, routing: Routing) -> Tensor:
-        """Return what `experts` would for tokens x (n, width) if this rank had all experts: (n, width)."""
+        """Return what `experts` would, (n, width), for x (n, width) and `routing` if this rank had all experts."""
         gates, tokens, rows, counts = routing
         sent = counts.view(self.group.size(), -1)
         received = torch.empty_like(sent)  # (sender, own expert)

@@ -1,7 +1,4 @@
-"""The part of each parameter that a rank holds, and its place in the whole parameter.
-
-ZeRO cuts flattened parameters anywhere, so a shard is a range of elements, which `boxes` turns into a few rectangles.
-"""
+"""The part of each parameter that a rank holds, and its place in the whole parameter."""
 
 from __future__ import annotations
 

@@ -41,8 +41,7 @@ class Messages:
 
     Args:
         lists: the actions of every rank.
-        chunks: number of chunks per rank.
-        mesh: with `mesh.pp * chunks` virtual stages.
+        chunks: per rank; there are `mesh.pp * chunks` virtual stages.
         shapes: of the residual stream of each micro-batch.
         like: a tensor with the stream's dtype and device.
         patient: a send waits for the one before the last; allowed if all ranks have the same list of forward actions.
@@ -111,10 +110,7 @@ def edge(mesh: Mesh, way: int, source: int, target: int) -> ProcessGroup:
 
 
 def meet(mesh: Mesh, way: int, word: Tensor) -> None:
-    """Send `word` once from each rank to the next (`way` FORWARD) or previous one, in turn, so that all are connected.
-
-    NCCL connects two ranks at their first message, and blocks both.
-    """
+    """Connect ranks by sending `word` round them in direction `way`: NCCL's first message between two blocks both."""
     step = 1 if way == FORWARD else -1
     for source, target in ((rank, (rank + step) % mesh.pp) for rank in range(mesh.pp)):
         if mesh.pp_rank == source:
@@ -133,14 +129,10 @@ class Pipeline:
             meet(mesh, way, self.like.new_zeros(1))
 
     def step(self, rows: Sequence[Tensor], share: float, z_loss: float, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run forward and backward passes of micro-batches `rows`, tokens (n, T + 1) each.
+        """Run forward and backward passes of micro-batches `rows`, tokens (n, T + 1), each `share` of the batch.
 
-        Args:
-            share: of each micro-batch in the batch's mean loss.
-            scaled: multiplies a loss by the loss scale.
-
-        Returns:
-            This rank's term () of the batch's mean loss; 0 except on the last stage.
+        Returns this rank's term () of the batch's mean loss, 0 except on the last stage. `scaled` multiplies a loss by
+        the loss scale.
         """
         lists = _schedule(self.name, self.mesh.pp, len(rows), len(self.gpt.chunks))
         actions, messages = lists[self.mesh.pp_rank], self._messages(lists, rows, patient=False)
@@ -170,7 +162,7 @@ class Pipeline:
 
     @torch.no_grad()
     def losses(self, windows: Tensor, beat: Callable[[], None], batch_tokens: int = 16384) -> Tensor:
-        """Return what `sequence_losses` would for the whole model, on all ranks; all must call it."""
+        """Return the loss in nats of each window, like `sequence_losses`, on all ranks; all must call it."""
         rows = windows.to(self.like.device).split(max(1, batch_tokens // (windows.shape[1] - 1)))
         groups = [range(first, min(first + self.mesh.pp, len(rows))) for first in range(0, len(rows), self.mesh.pp)]
         chunks = range(len(self.gpt.chunks))
@@ -191,7 +183,7 @@ class Pipeline:
         return read(result)
 
     def loads(self) -> Tensor:
-        """Return `GPT.loads` for the blocks of all stages; all ranks must call it."""
+        """Return training tokens per expert since the last call, for all stages' blocks; all ranks must call it."""
         config = self.gpt.config
         total = torch.zeros(config.depth, config.experts, dtype=torch.int64, device=self.like.device)
         if (loads := self.gpt.loads()) is not None:
@@ -226,11 +218,9 @@ class Pipeline:
         x: Tensor | None,
         roots: list[Any],
     ) -> None:
-        """Run a micro-batch backward through a chunk, and send the gradient of its input x to the stage before.
+        """Run a micro-batch backward through a chunk, and send on the gradient of its input x (None: first stage).
 
-        Args:
-            slope: gradient of the penalty.
-            roots: the loss on the last stage, else the output, and the penalty if any.
+        `roots`: the loss on the last stage, else output and maybe penalty, whose gradient is `slope`.
         """
         stage, slopes = self._stage(chunk), list[Tensor]()
         if stage != messages.last:

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: the actions of each rank in one step, and the blocks of each stage. No torch.
 
 Chunk c of rank r is virtual stage c * stages + r. A micro-batch goes forward through the virtual stages from 0 on, and
-its gradients go back. A rank stores the activations of a micro-batch from a chunk's forward action to its backward one.
+its gradients go back.
 
 gpipe         all forward, then all backward (Huang et al. 2019, arXiv 1811.06965)
 1f1b          the fewest micro-batches in flight that keep every rank busy (Narayanan et al. 2021, arXiv 2104.04473,
@@ -36,7 +36,7 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> lis
     """Return, for each of `stages` ranks, its list of actions in one step.
 
     Raises:
-        ValueError: no such schedule, or it does not allow this number of chunks or micro-batches.
+        ValueError: no such schedule, or not for these chunks or micro-batches.
     """
     if name not in SCHEDULES:
         raise ValueError(f"the schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}")
@@ -65,7 +65,6 @@ def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[range
 
     Args:
         costs: of each block, at least `stages` of them.
-        stages: number of virtual stages.
         last: cost of the last stage in addition to its blocks.
     """
     count, sums = len(costs), [0.0, *accumulate(costs)]

@@ -2,10 +2,9 @@
 
 Special here:
 - A block's first matrices are split by rows and its last ones by columns, so heads and hidden units stay on a rank.
-- Collectives are PyTorch's functional operators: `torch.compile` traces them, and they return at once, so that the code
-  before `wait` overlaps with them.
-- No rank holds the logits of the whole vocabulary: ranks exchange two numbers per token, combined in the same order
-  everywhere.
+- Collectives are PyTorch's functional operators: `torch.compile` traces them, and code before `wait` overlaps with
+  them.
+- No rank holds the logits of the whole vocabulary: ranks exchange two numbers per token.
 
 Column and row products: Megatron-LM, arXiv 1909.08053, section 3. Sequence parallelism, which splits the residual
 stream as (batch * time / tp, width): Korthikanti et al., arXiv 2205.05198, section 4.2.
@@ -269,7 +268,7 @@ class VocabularyHead(ColumnLinear):
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
         """Return this rank's columns of logits, or with `targets` (…) the loss in nats, fp32, the same on every rank.
 
-        It is a mean, or with reduction `none` per token. The backward pass overwrites the logits.
+        With reduction `none` it is per token, else a mean. The backward pass overwrites the logits.
         """
         logits = super().forward(x)
         if targets is None:

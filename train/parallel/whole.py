@@ -1,7 +1,7 @@
 """Whole matrices for optimizers that need them, although tensor parallelism and ZeRO split them.
 
 Every parameter has an owner, which gets its boxes from the ranks that hold them, updates the matrices fused in it, and
-sends them back: two exchanges per step. Parameters of one size are dealt out to owners in turn, to balance the work.
+sends them back: two exchanges per step. Owners take parameters of one size in turn.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ class Matrices:
     def transform(
         self, vectors: Sequence[Tensor], work: Callable[..., None], options: OptimizerConfig, skipped: Tensor
     ) -> None:
-        """Apply `work` to all matrices in place, grouped by shape.
+        """Apply `work` to all matrices in place.
 
         Args:
             vectors: per bucket, this rank's elements of the matrices.
-            work: called with k matrices (k, rows, columns), a list of their states, `options` and `skipped`.
+            work: called with matrices (k, rows, columns) of one shape, a list of states, `options` and `skipped`.
             skipped: () 1 if the step is skipped.
         """
 

@@ -3,9 +3,8 @@
 Data-parallel rank d owns slice d of every flat bucket (stage 0: all of it). Of the other slices it holds weights and
 gradients at stage 1, weights at 2, nothing at 3. In low precision the owner has fp32 master weights.
 
-At stages 1 and 2 updated slices are gathered in place, and a module waits for its buckets. At stage 3 a bucket is a
-block, gathered while the block before it computes, and freed after use. Rajbhandari et al. 2020 (arXiv 1910.02054);
-Zhao et al. 2023 (arXiv 2304.11277).
+At stages 1 and 2 updated slices are gathered in place. At stage 3 a bucket is a block, gathered while the block before
+it computes, and freed after use. Rajbhandari et al. 2020 (arXiv 1910.02054); Zhao et al. 2023 (arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Bucket:
         return next(span for span in self.spans if span.optimizer is OPTIMIZERS[groups[slot.group].optimizer])
 
     def changed(self) -> None:
-        """Gather the slices that their owners have changed: immediately, or at stage 3 on the next use."""
+        """Gather the bucket's slices, changed by their owners: immediately, or at stage 3 on the next use."""
         self.wait()
         if self.stage == 3:
             self.release()
@@ -132,7 +131,7 @@ class Bucket:
         self.changed()
 
     def overlap(self, slot: Slot) -> tuple[Range, int, int]:
-        """Return the range of a flattened parameter that this rank owns, and where it starts and stops in its slice."""
+        """Return the range of a flattened parameter that this rank owns, and its start and stop in its slice."""
         first, last = self.owned
         start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
         return (start - slot.start, stop - slot.start), start - first, stop - first
@@ -189,7 +188,7 @@ def _release_after(
 ) -> None:
     """Register a hook that releases buckets after a forward pass; with `keep` only if no backward pass follows.
 
-    before_backward: called before the module's backward pass.
+    `before_backward` is called before that.
     """
 
     def hook(module: nn.Module, arguments: Any, result: Tensor | tuple[Tensor, ...]) -> None:
@@ -373,10 +372,7 @@ class Zero:
             part.copy_(total)
 
     def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the batch's mean loss, and the norm of all gradients.
-
-        Each rank adds the squares of its slice; only the first tensor-parallel rank adds its `loss`.
-        """
+        """Return the batch's mean loss, given this rank's term `loss`, and the norm of all gradients."""
         squares = [square(part, self.wide) for part in self._measured]
         if not squares:  # this rank's slices count on another rank, or are padding
             squares = [torch.zeros((), dtype=self.wide, device=self.device)]
@@ -386,7 +382,7 @@ class Zero:
         return both[0], both[1].sqrt()
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
-        """Return the divisor of gradients: the loss scale, times more if `norm` exceeds the clipping limit; None: 1."""
+        """Return the divisor of gradients: the loss scale, enlarged if clipping must reduce the `norm`; None: 1."""
         limit = self.options.gradient_clip
         if limit == 0:
             return scale
@@ -443,7 +439,7 @@ def shared(layout: BucketLayout, mesh: Mesh, stage: int) -> Shared:
 def layouts_of(
     gpt: GPT, groups: Sequence[ParameterGroup], dtype: torch.dtype, mesh: Mesh, *, gathered: bool
 ) -> list[BucketLayout]:
-    """Return the layouts of a model's buckets, none across chunks; a tied table of two pipeline ranks has one alone."""
+    """Return the layouts of a model's buckets, none across chunks; a table tied between two stages is alone in one."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
