@@ -163,13 +163,10 @@ def select_backend(
     head_dim: int,
     *masks: bool,  # has_window, has_documents, has_ring of `Work`
 ) -> tuple[Choice, Backend]:
-    """Choose and load a backend; with `auto`, PyTorch's if the package of the chosen one cannot be imported.
+    """Choose and load a backend (UserError: impossible); with `auto`, PyTorch's if the chosen one cannot be imported.
 
     Args:
         masks: has_window, has_documents and has_ring of `Work`.
-
-    Raises:
-        UserError: the requested backend cannot be used here.
     """
     capability = CUDA.capability(device) if on_gpu(device) else None
     work = Work("cuda" if on_gpu(device) else "cpu", capability, dtype, head_dim, *masks)

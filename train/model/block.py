@@ -86,7 +86,7 @@ def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> 
     """Return how much of each frequency (d / 2,) escapes context scaling: 0 for slow, 1 (all) for fast ones.
 
     In between, llama3 is linear in the rotations within the old context (Llama 3.1), and yarn in the frequency's index
-    (Peng et al. 2023, arXiv 2309.00071, section 3.2), with bounds rounded to integers as in transformers.
+    (Peng et al. 2023, arXiv 2309.00071, section 3.2), bounds rounded as in transformers.
     """
     if scaling.kind == "llama3":
         turns = frequencies * scaling.length / (2 * math.pi)

@@ -49,8 +49,8 @@ def linear_cross_entropy(
         x: (n, width), the head's input.
         weight: (padded vocabulary, width); rows from `vocab_size` on are never predicted, and their gradient is zero.
         targets: (n,) ids below `vocab_size`.
-        fused: use our kernel on GPUs; otherwise PyTorch's operations.
-        reduction: mean | none; `none` is for scoring.
+        fused: use our kernel on GPUs.
+        reduction: mean | none.
 
     Returns:
         A scalar, or with reduction `none` (n,). The mean's backward pass overwrites saved tensors: it works once.

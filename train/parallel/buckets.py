@@ -57,7 +57,7 @@ class BucketLayout:
 
     @property
     def segments(self) -> list[tuple[int, Range]]:
-        """Return (group, range) per run of parameters with one learning rate and decay; the ranges cover the bucket."""
+        """Return (group, range) of adjacent parameters of one learning rate and decay; the ranges cover the bucket."""
         firsts = [slot for i, slot in enumerate(self.slots) if i == 0 or self.slots[i - 1].group != slot.group]
         stops = [*(slot.start for slot in firsts[1:]), self.size]
         return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
@@ -97,8 +97,8 @@ def bucket_layouts(
     """Assign parameters, in forward order in `sizes`, to buckets, returned in backward order.
 
     With `gathered` (ZeRO-3) a bucket is a block, an untied table, or the final norm with the head or tied table; else
-    it has up to `limit` elements. With ep > 1 experts have separate buckets, which ranks / ep ranks share. Parameters
-    of one number in `groups` have the same learning rate and decay.
+    it has up to `limit` elements. With ep > 1 experts have separate buckets, which ranks / ep ranks share. `groups`
+    numbers the parameters by learning rate and decay.
     """
     backward = list(sizes)[::-1]
     runs = _gathered(backward) if gathered else fill(backward, sizes, limit)

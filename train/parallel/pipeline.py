@@ -162,7 +162,7 @@ class Pipeline:
 
     @torch.no_grad()
     def losses(self, windows: Tensor, beat: Callable[[], None], batch_tokens: int = 16384) -> Tensor:
-        """Return the loss in nats of each window, like `sequence_losses`, on all ranks; all must call it."""
+        """Return the loss in nats of each of `windows`, like `sequence_losses`, on all ranks; all must call it."""
         rows = windows.to(self.like.device).split(max(1, batch_tokens // (windows.shape[1] - 1)))
         groups = [range(first, min(first + self.mesh.pp, len(rows))) for first in range(0, len(rows), self.mesh.pp)]
         chunks = range(len(self.gpt.chunks))

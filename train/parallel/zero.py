@@ -259,7 +259,7 @@ class Zero:
             self._measured += [shard[start:stop] for start, stop in ranges]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the weights from pairs (name, whole fp32 CPU tensor), one per parameter; this rank copies its part."""
+        """Set the weights from pairs (name, whole fp32 CPU tensor) of all parameters; this rank copies its part."""
         slots = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
         self.forget()
         for name, whole in weights:
