@@ -1,7 +1,7 @@
 """Softmax, loss and its derivative by the logits, for some rows: the kernel for `loss.cross_entropy_reference`.
 
 One program per row reads the vocabulary once for the maximum and the sum of exponentials (online), and once more to
-overwrite the logits with the derivative. Intermediate results are fp32.
+overwrite the logits with the derivative.
 
 Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867. In place: Hsu et al. 2024 (Liger), arXiv 2410.10989.
 """

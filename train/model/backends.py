@@ -163,7 +163,7 @@ def select_backend(
     head_dim: int,
     *masks: bool,  # has_window, has_documents, has_ring of `Work`
 ) -> tuple[Choice, Backend]:
-    """Choose and load a backend (UserError: impossible); with `auto`, PyTorch's if the chosen one cannot be imported.
+    """Choose and load a backend, or raise UserError; with `auto`, PyTorch's if the chosen one cannot be imported.
 
     Args:
         masks: has_window, has_documents and has_ring of `Work`.

@@ -1,7 +1,7 @@
 """Flat buckets: the order of parameters in a bucket, and the slice that each rank owns.
 
 A bucket is cut into one equal slice per data-parallel rank. Parameters with the same learning rate and weight decay are
-adjacent in it. Padding stays zero: optimizers leave a zero with a zero gradient at zero.
+adjacent in it. Padding stays zero, because optimizers keep a zero without gradient.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Zero:
     """Owner of a model's parameters, gradients and optimizer state, in buckets in backward order.
 
     The model's parameters (they may be on `meta`) become views of flat buffers on `device`, in `dtype`. Master weights
-    and state are at least fp32. `averages` is the number of averaged copies of the master weights, see `keep_averages`.
+    and state are at least fp32. `averages` is the number of averaged copies of the master weights.
     """
 
     updates: Tensor  # () updates made: Adam's step count, to be saved and restored
@@ -288,7 +288,7 @@ class Zero:
 
     @torch.no_grad()
     def set_rates(self, factor: float) -> None:
-        """Set every group's learning rate to its peak times `factor`, without waiting for the device."""
+        """Set every group's learning rate to its peak times `factor`."""
         torch.mul(self.peaks, factor, out=self.rates)
 
     @torch.no_grad()
