@@ -1,6 +1,6 @@
 """The full analysis of a table: three approaches, intervals, a backtest and warnings.
 
-An approach that cannot be fitted has a reason instead and does not stop the others, so a report is always written.
+An approach that cannot be fitted has a reason instead.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def analyze(
     convention: str = "table",
     intervals: str = "mixture",
 ) -> Analysis:
-    """Fit all three approaches to finished runs.
+    """Fit the isoFLOP, envelope and parametric approaches to finished runs.
 
-    With several data recipes, each has its own law, and all other results are for the base.
+    With several data recipes, each has its own law, and all other results are for the base recipe.
 
     Parameters
     ----------
@@ -53,9 +53,9 @@ def analyze(
     law
         Unfitted law of N and D; default Chinchilla's.
     convention
-        How FLOPs are counted: "table" (as the runs') or "6nd".
+        How FLOPs are counted: "table" (as in the table) or "6nd".
     intervals
-        "mixture" to add a mixture of forms, whose answer comes first; "noise" for none.
+        "mixture" to also fit a mixture of law forms, which then answers first; "noise" to fit none.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
     check_resampling(bootstrap, seed, minimum=0)

@@ -22,7 +22,7 @@ def floats(values: Any) -> Array:
 
 
 def unboxed(value: Any) -> Any:
-    """Return a float for a scalar, else the array."""
+    """Return a float for a single number, else an array."""
     array = floats(value)
     return float(array) if array.ndim == 0 else array
 
@@ -32,7 +32,7 @@ class InputError(ValueError):
 
 
 def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
-    """Return `values` as a flat float64 array; `rows` labels them in errors.
+    """Return `values` as a float64 array (n,); `rows` names its rows in errors.
 
     Raises InputError if a value lies outside [LEAST, MOST].
     """
@@ -41,7 +41,7 @@ def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
 
 
 def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
-    """Return checked weights (points,); ones for None."""
+    """Return `values` checked as weights (points,), or ones for None."""
     if values is None:
         return np.ones(points)
     checked = _checked("weight", values, rows, "a finite number, zero or more", lambda v: v >= 0)
@@ -53,7 +53,6 @@ def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Ar
 
 
 def one_of(name: str, value: Any, accepted: Iterable[str]) -> None:
-    """Raise InputError unless the value is one of `accepted`."""
     if value not in (choices := list(accepted)):
         raise InputError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
 
@@ -64,7 +63,7 @@ def check_level(level: float) -> None:
 
 
 def by_name(what: str, names: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments passed by position or by name, in the order of `names`."""
+    """Map `names` to values given by position or name. Raises InputError about `what` unless each is given once."""
     arguments = dict(zip(names, positional, strict=False)) | dict(named)
     if len(positional) + len(named) != len(names) or set(arguments) != set(names):
         received = ", ".join([*(f"#{i + 1}" for i in range(len(positional))), *named]) or "nothing"
@@ -73,7 +72,6 @@ def by_name(what: str, names: Sequence[str], positional: Sequence[Any], named: M
 
 
 def same_length(**columns: Array) -> None:
-    """Raise InputError unless all columns have the same length."""
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
         listing = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -89,12 +87,11 @@ def enough(points: int, parameters: int, what: str) -> None:
 
 
 def is_uneven(loss: Array) -> bool:
-    """Return whether losses differ by more than rounding."""
+    """Return whether losses are finite and differ by more than rounding."""
     return bool(np.isfinite(loss).all() and np.ptp(loss) > FLAT * np.abs(loss).max())
 
 
 def need_uneven(name: str, values: Array) -> None:
-    """Raise InputError if all values are equal within rounding."""
     if not is_uneven(values):
         raise InputError(
             f"{name} is {values[0]:.6g} in every row (relative differences up to {FLAT:g}); a law needs values that "
@@ -103,7 +100,7 @@ def need_uneven(name: str, values: Array) -> None:
 
 
 def identifiable(N: Array, D: Array) -> None:
-    """Raise InputError if log N and log D do not vary separately."""
+    """Raise InputError if N or D hardly varies, or if log N and log D lie on a line."""
     for name, values, what in (("N", N, "size"), ("D", D, "number of tokens")):
         low, high = values.min(), values.max()
         if high / low < SPREAD:

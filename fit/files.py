@@ -50,7 +50,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def filling(folder: Path, ours: Collection[str]) -> Iterator[Path]:
     """Yield a temporary folder whose files move to `folder` when the block succeeds; otherwise nothing changes.
 
-    Files named in `ours` that were not written are deleted from `folder`. Raises InputError if it cannot be made.
+    Older files of `folder` whose names are in `ours` are deleted. Raises InputError if `folder` cannot be made.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -87,9 +87,9 @@ def read_constants(name: str) -> Any:
 
 
 def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form:
-    """Read a JSON or YAML file as `form`, any type that msgspec supports.
+    """Read a JSON or YAML file into the type `form`.
 
-    Raises InputError if it cannot be read, has more than `largest` bytes, or is not of this form.
+    Raises InputError if it does not fit, cannot be read, or has more than `largest` bytes.
     """
     try:
         if (size := path.stat().st_size) > largest:
@@ -101,7 +101,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
 
 
 def parse_document(content: bytes, source: str, form: type[Form], is_yaml: bool = False) -> Form:
-    """Parse JSON or YAML as `form`; `source` is its name in errors."""
+    """Parse JSON or YAML into the type `form`; errors call the document `source`."""
     try:
         return msgspec.convert(yaml.safe_load(content), form) if is_yaml else msgspec.json.decode(content, type=form)
     except RecursionError:

@@ -33,7 +33,7 @@ class FlopsPerToken:
 
     @classmethod
     def measured(cls, N: ArrayLike, D: ArrayLike, flops: ArrayLike) -> FlopsPerToken:
-        """Fit attention and tables to runs, all (n,), by relative least squares; use k N instead if that is closer."""
+        """Fit `attention` and `tables` to n runs by relative least squares; use k N instead if that is closer."""
         N, D, flops = positive("N", N), positive("D", D), positive("flops", flops)
         same_length(N=N, D=D, flops=flops)
         x, ratio, smallest = np.cbrt(1.0 / N), flops / (N * D), float(N.min())
@@ -46,7 +46,7 @@ class FlopsPerToken:
 
 
 def convention_name(spend: float | Callable[[Array], Array] | None) -> str:
-    """Return the name of a FLOP convention: "6nd", another multiple of ND, or "table"."""
+    """Return "table" if `spend` is a function, "8nd" if it is 8 (for 8ND FLOPs), and "6nd" for None."""
     return "table" if callable(spend) else f"{spend or 6.0:g}nd"
 
 
@@ -60,6 +60,6 @@ def check_convention(convention: str) -> None:
 
 
 def flops_per_token(N: Array, D: Array, flops: Array) -> FlopsPerToken | None:
-    """Fit FLOPs per token to runs, all (n,). Returns None if 6N, for which the optimum has a closed form."""
+    """Fit FLOPs per token to n runs. Returns None if `flops` are 6ND, for which the optimum has a closed form."""
     same = np.all(np.abs(flops / (6.0 * N * D) - 1.0) < SAME)
     return None if same else FlopsPerToken.measured(N, D, flops)

@@ -23,7 +23,7 @@ SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float | None, digits: int = 3) -> str:
-    """Format parameters or tokens: 15.2k, 70.3B, and scientific from 1000T."""
+    """Format a number of parameters or tokens: 15.2k, 70.3B, and scientific from 1000T."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value >= 9.995e14 or 0 < value < 0.01:
@@ -47,7 +47,7 @@ def scientific(value: float | None, digits: int = 3) -> str:
 
 
 def plain(value: float, digits: int = 3) -> str:
-    """Format a number to `digits` significant digits with trailing zeros: 1.20, 15.2, 482."""
+    """Format a number to `digits` significant digits: 1.20, 15.2, 482."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else NOTHING
     value = rounded(value, digits)
@@ -85,7 +85,7 @@ def percent(value: float | None, signed: bool = False) -> str:
 
 
 def interval(pair: tuple[float, float] | None, say: Callable[..., str], *options: Any) -> str:
-    """Format low and high by `say(value, *options)`; a range wider than WIDE is UNDETERMINED."""
+    """Format a pair as "low to high" by `say(value, *options)`; UNDETERMINED if high exceeds WIDE times low."""
     if pair is None or math.isnan(pair[0]) or math.isnan(pair[1]):
         return "no interval"
     if pair[1] > WIDE * abs(pair[0]):
@@ -101,7 +101,7 @@ def check_intervals(kind: str) -> None:
 
 
 def text(value: object) -> str:
-    """Escape a string from data for HTML."""
+    """Convert a value to text, escaped for HTML."""
     return escape(str(value), quote=True)
 
 

@@ -1,6 +1,6 @@
 """The data and colours of all figures, and Matplotlib figures for papers; report/figures.py draws the same with plotly.
 
-Every function draws on the axes passed to it, or on new ones, and returns them.
+Plots are drawn on `ax`, or on new axes, which are returned.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ def shade(share: float) -> str:
 
 
 def shades(values: Array) -> list[str]:
-    """Return a colour for each value, by its logarithm."""
+    """Return a colour (#rrggbb) for each value by its logarithm."""
     log = np.log(values)
     span = np.ptp(log)
     return [shade(0.3 if span == 0 else (v - log.min()) / span) for v in log]
 
 
 def profile_curve(profile: Any) -> Series:
-    """Return N and loss along the curve of an isoFLOP profile, slightly beyond its sizes."""
+    """Return points (N, loss) on a profile's fitted curve, to slightly beyond its sizes."""
     N = np.geomspace(profile.N.min() / 1.15, profile.N.max() * 1.15, 80)
     return N, profile.curve(N)
 
 
 def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tuple[float, float, float], Optimum]:
-    """Return N (n,), D (d,), loss (d, n), contour levels (low, high, step) and the efficient frontier."""
+    """Return N (n,), D (d,), the law's loss (d, n) there, contour levels (low, high, step) and optima by budget."""
     n, d = (np.geomspace(values.min() / 2, values.max() * 2, 60) for values in (N, D))
     loss = np.asarray(law.predict(n[None, :], d[:, None]))
     low, high = float(loss.min()), float(np.quantile(loss, 0.97))
@@ -87,7 +87,7 @@ def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tu
 
 
 def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Array, Array | None]]:
-    """Return each approach with an answer, its `quantity` at budgets C (m,), and its interval (m, 2) or None."""
+    """Return (approach, `quantity` at budgets C (m,), interval (m, 2) or None) for each approach with an answer."""
     lines = []
     for approach in a.ranked:
         values, band = (answer[quantity] for answer in approach.answers(C))
@@ -97,7 +97,7 @@ def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Ar
 
 
 def measured_optima(a: Analysis, quantity: str) -> tuple[Series, Series]:
-    """Return the measured optimal `quantity` by budget, of accepted isoFLOP profiles and of the envelope."""
+    """Return two series (budgets, measured optimal `quantity`): of accepted isoFLOP minima, and of the envelope."""
     good = a.profiles.accepted_
     name = {"N": "N_best", "D": "D_best", "loss": "loss_best"}[quantity]
     vertices = np.array([p.flops for p in good]), np.array([getattr(p, name) for p in good])
@@ -105,7 +105,7 @@ def measured_optima(a: Analysis, quantity: str) -> tuple[Series, Series]:
 
 
 def loss_curves(a: Analysis, curves: Any, by: str) -> list[tuple[str, float, Array, Array]]:
-    """Return id, N, x (`by`: tokens or flops) and loss of each of the table's runs in `curves`."""
+    """Return (id, N, x, loss) of each analysed run in `curves`; x is its column `by`, tokens or flops."""
     sizes = dict(zip(a.table.run_id.tolist(), a.table.N.tolist(), strict=True))
     if curves is None or not {"run_id", "loss", by} <= set(curves):
         return []
@@ -162,7 +162,7 @@ def plot_contours(law: Law, N: Array, D: Array, loss: Array, ax: Axes | None = N
 
 
 def plot_isoflop(profiles: Any, ax: Axes | None = None) -> Axes:
-    """Plot runs, curve and vertex of each budget; the curve is dotted if its vertex is not accepted."""
+    """Plot each budget's runs and fitted curve, with a star at an accepted minimum; other curves are dotted."""
     ax = _axes(ax, "parameters N", LOSS)
     shown = profiles.profiles_
     for p, colour in zip(shown, shades(np.array([p.flops for p in shown])) if shown else [], strict=True):
@@ -176,7 +176,7 @@ def plot_isoflop(profiles: Any, ax: Axes | None = None) -> Axes:
 
 
 def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = None) -> Axes:
-    """Plot the optimal `quantity` (N, D or loss) by budget for every approach with an answer, with intervals."""
+    """Plot the optimal `quantity` (N, D or loss) and interval by budget for every approach with an answer."""
     log = quantity != "loss"
     ax = _axes(ax, "training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
     C = np.geomspace(analysis.table.flops.min() / 2, analysis.table.flops.max() * 30, 120)
@@ -200,7 +200,7 @@ def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = N
 
 
 def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", ax: Axes | None = None) -> Axes:
-    """Plot loss curves (DataFrame: run_id, tokens, flops, loss) of the table's runs by tokens or flops."""
+    """Plot loss against `by`, tokens or flops, for analysed runs in `curves` (run_id, tokens, flops, loss)."""
     ax = _axes(ax, CURVE_TITLES[by], LOSS)
     t = analysis.table
     colours = dict(zip(t.N.tolist(), shades(t.N), strict=True))
@@ -212,7 +212,7 @@ def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", ax: Axes | N
 
 
 def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None) -> Axes:
-    """Plot residuals in percent against `by` (n,), by default 6ND or the first input, coloured by the first input."""
+    """Plot a law's errors in percent against `by` (n,), by default 6ND, or the first input of other laws."""
     name = law.inputs[0]
     first = law.data_[name]
     label, x = name, first
@@ -229,7 +229,7 @@ def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None
 
 
 def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = None) -> Axes:
-    """Plot two constants of every bootstrap refit against each other, with the fit and 95 % intervals."""
+    """Plot the constants `x` and `y` of every bootstrap refit, with the fit and 95 % intervals."""
     if law.draws_ is None:
         raise InputError("this law has no bootstrap draws to plot; call bootstrap(n, groups=run_id) first.")
     for name in (x, y):
@@ -250,7 +250,7 @@ def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = No
 
 
 def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
-    """Plot errors of predicted losses by distance beyond the fitted runs."""
+    """Plot a backtest's errors of predicted losses by compute relative to the largest run fitted."""
     ax = _axes(ax, "compute relative to the largest run fitted", "error of the loss (%)")
     ahead = (analysis.backtest["tested"] or {}).get("ahead", [])
     if not ahead:
@@ -266,7 +266,7 @@ def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
 def save_figures(
     analysis: Analysis, directory: str | Path, curves: Any = None, formats: Sequence[str] = ("png",)
 ) -> list[Path]:
-    """Save every figure that this analysis supports in `formats` (png, pdf, svg); return the paths."""
+    """Save every figure that `analysis` and `curves` support in `formats` (png, pdf, svg); return the paths."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -287,7 +287,7 @@ def save_figures(
 
 
 def _drawings(analysis: Analysis, curves: Any) -> dict[str, Callable[..., Any]]:
-    """Return name -> function that draws the figure on axes."""
+    """Map the name of each supported figure to a function that draws it on axes."""
     law, t = analysis.law, analysis.table
     drawings: dict[str, Callable[..., Any]] = {}
     if analysis.profiles.profiles_:

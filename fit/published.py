@@ -2,7 +2,6 @@
 
 from isoflop import fit
 fit.published_law("besiroglu2024")(N=70e9, D=1.4e12);  fit.published_law("llama3").optimal(3.8e25)
-fit.compare_published(1e24, own=law)
 runs = fit.published_runs("epoch", drop_worst=5, download=True)
 
 Laws are evaluated as their papers print them, and so differ in conventions. A split of C FLOPs has D = C / 6N; Kaplan
@@ -10,7 +9,7 @@ et al.'s C_min is C / 2, and DeepSeek's M FLOPs per token gives N = M / 6. Sourc
 constants/data.yaml.
 
 A data file is looked up in $ISOFLOP_DATA/<name>/<file>, then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop, below
-`published`), and downloaded only on request, from a pinned commit.
+`published`), and downloaded only on request.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class PublishedLaw:
     fitted      ranges of the runs behind it: C FLOPs, N parameters, D tokens, M = D / N -> (low, high)
     splits      for a law of the loss: true if the authors' optimum is the lowest loss under 6ND
     frontier    name of the law that gives the loss where this one splits a budget
-    Values are None if the paper does not state them.
     """
 
     name: str
@@ -79,7 +77,7 @@ class PublishedLaw:
     notes: str = ""
 
     def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """Evaluate the law at inputs by position or name, broadcast together."""
+        """Evaluate the law at inputs given by position or name, broadcast together."""
         values = by_name(self.name, self.inputs, inputs, named)
         for name, argument in values.items():
             value = floats(argument)
@@ -100,7 +98,7 @@ class PublishedLaw:
         return self.splits or self.kind.startswith("optimal")
 
     def optimal(self, flops: ArrayLike) -> Optimum:
-        """Return N, D and loss (NaN if not published) at `flops`, a scalar or (targets,)."""
+        """Return the optimal N, D and loss (NaN if not published) at `flops`, a scalar or (targets,)."""
         C = positive("flops", np.atleast_1d(floats(flops)))
         if not self.allocates:
             able = ", ".join(law.name for law in published_laws() if law.allocates)
@@ -175,9 +173,9 @@ def published_laws(kind: str | None = None) -> list[PublishedLaw]:
 
 
 def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> pd.DataFrame:
-    """Compare how published laws split `flops`: one row per law and target, own laws first.
+    """Compare how published laws split `flops`: one row per law and budget, those of `own` first.
 
-    `beyond` is flops over the largest budget of the fit; unpublished values are NaN. Losses of different tokenizers or
+    `beyond` is the budget over the law's largest run; unpublished values are NaN. Losses of different tokenizers or
     data are not comparable.
 
     Parameters
@@ -185,7 +183,7 @@ def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> 
     own
         A fitted law, or a mapping of names to laws.
     own_columns
-        Conventions of own laws, such as N_convention="N_total".
+        Conventions to state for `own`, such as N_convention="N_total".
     """
     import pandas as pd
 
@@ -256,7 +254,7 @@ DATA = {
 
 
 def published_data(name: str) -> PublishedData:
-    """Return the record of a data set."""
+    """Return the record of a data set: its files, source and columns."""
     if name not in DATA:
         raise InputError(f"there is no published data set {name!r}; choose one of {', '.join(DATA)}.")
     return DATA[name]
@@ -270,7 +268,7 @@ def load_published(
     Parameters
     ----------
     file
-        One of its files, by default the first.
+        Name of a file of the set, by default the first.
     folder
         Folder that contains <name>/<file>, instead of ISOFLOP_DATA and the cache.
     download
@@ -297,8 +295,8 @@ def published_runs(
 ) -> RunTable:
     """Load a published data set as a table of runs.
 
-    `where` selects rows by column values (one, or a list), such as {"train_dataset": "rpj"}. `drop_worst` is as in
-    `read_table`, `folder` and `download` as in `load_published`.
+    `where` keeps rows by column values (one, or a list), such as {"train_dataset": "rpj"}; `drop_worst` runs of highest
+    loss are left out. `folder` and `download` are as in `load_published`.
     """
     record = published_data(name)
     frame = load_published(name, folder=folder, download=download)
@@ -319,7 +317,7 @@ def published_runs(
 def download_published(
     name: str, file: str | None = None, folder: str | Path | None = None, host: str = HOST, timeout: float = 60.0
 ) -> Path:
-    """Download a file of a data set into `folder`/<name>, by default the cache. Returns its path."""
+    """Download `file`, by default the set's first, into `folder`/<name>, by default in the cache. Returns its path."""
     record, entry = published_data(name), _file(name, file)
     source = f"github.com/{record.repository}, commit {record.commit[:10]}"
     if not entry.sha256:

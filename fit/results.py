@@ -44,7 +44,7 @@ class Analysis:
     """The result of `analyze`.
 
     `approaches` maps envelope, isoflop and parametric to an `Approach`. `law` is None if its fit failed. `mixture`, if
-    available, answers first. `recipes` has the law of each data recipe, if several.
+    available, answers first.
     """
 
     table: RunTable
@@ -66,23 +66,23 @@ class Analysis:
 
     @property
     def convention(self) -> str:
-        """Return how FLOPs are counted: "6nd", or "table"."""
+        """Return "6nd" if the table's FLOPs are 6ND, else "table"."""
         t = self.table
         return convention_name(flops_per_token(t.N, t.D, t.flops))
 
     @property
     def interior_minima(self) -> int:
-        """Return the number of budgets with an accepted isoFLOP minimum."""
+        """Return the number of budgets whose isoFLOP minimum is accepted."""
         return len(self.profiles.accepted_)
 
     @property
     def lead(self) -> Approach:
-        """Return the approach whose answer comes first: the mixture, or else the parametric law."""
+        """Return the approach to answer with: the mixture if available, else the parametric law."""
         return self.mixture if self.mixture and self.mixture.available else self.approaches["parametric"]
 
     @property
     def ranked(self) -> list[Approach]:
-        """Return the approaches with an answer: the mixture, the one that backtests best, the others."""
+        """Return the approaches with an answer, in order: the mixture, the one that backtests best, the others."""
         best = (self.backtest.get("tested") or {}).get("best")
         order = sorted(PREFERRED, key=lambda key: key != best)
         approaches = [self.lead, *(self.approaches[key] for key in order)]
@@ -160,18 +160,18 @@ def answer(
     convention: str = "table",
     intervals: str = "mixture",
 ) -> dict[str, Any]:
-    """Return N*, D* and loss of a saved law at `targets`, as JSON types.
+    """Return a saved law's optimal N, D and loss at `targets`, as a dictionary for JSON.
 
     Parameters
     ----------
     source
-        A file of `to_json`, or a report's law.json.
+        A report's law.json, or a file of the law's `to_json`.
     targets
         FLOP budgets, by default 10, 100 and 1000 times the largest run.
     convention
         How FLOPs are counted: "table" (as in the fitted table) or "6nd".
     intervals
-        "mixture" to use the saved mixture of forms, if any, "noise" for the law alone.
+        "mixture" to answer by the saved mixture of law forms, if any; "noise" for the law alone.
     """
     law = read_law(source)
     if tuple(law.inputs) != ("N", "D"):

@@ -82,7 +82,7 @@ class RunTable:
         return numeric(self.frame, name)[self.rows]
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the columns of the runs that laws read, without empty ones."""
+        """Return the runs with the columns that laws read, without empty or default ones."""
         import pandas as pd
 
         names = ("run_id", "N", "D", "flops", "loss", "loss_se", "budget", "weight", "group")
@@ -106,7 +106,7 @@ class RunTable:
         return f"<p>{text(self._head())}</p>{self.to_frame().to_html(max_rows=8, show_dimensions=False)}"
 
     def where(self, keep: np.ndarray) -> RunTable:
-        """Return the runs selected by a mask (n,)."""
+        """Return a table of the runs selected by a mask (n,)."""
         names = ("N", "D", "loss", "loss_se", "flops", "budget", "run_id", "group", "weight", "rows")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
@@ -135,13 +135,13 @@ def read_table(
 ) -> RunTable:
     """Read runs from a CSV, JSON Lines or Parquet file, a sweep directory (its table.csv), or a DataFrame.
 
-    Sizes such as 125M are converted, and so is a loss in a column named as a perplexity. Raises InputError if the table
-    cannot be read or a number is not positive and finite.
+    Sizes such as 125M become numbers; a loss in a column named as a perplexity becomes its logarithm. Raises InputError
+    if the table cannot be read or a number is not positive and finite.
 
     Parameters
     ----------
     columns
-        Maps a name of ALIASES to the table's own, as in {"N": "Model Size"}, or flops to "6nd".
+        Maps a name of ALIASES to the table's own, as in {"N": "Model Size"}; {"flops": "6nd"} counts 6ND.
     derive_d
         "6nd" fills a missing D as flops / (6 N).
     drop_worst
@@ -220,7 +220,7 @@ def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], notes
 
 
 def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], str]:
-    """Return the table, its column names as written, and its name for messages."""
+    """Return the table, its column names before pandas renames duplicates, and its name for messages."""
     import pandas as pd
 
     if isinstance(source, pd.DataFrame):
@@ -255,7 +255,7 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
 
 
 def _averaged(frame: pd.DataFrame, source: Any) -> tuple[pd.DataFrame, list[str]]:
-    """Add the losses of averaged weights in a sweep's curves.csv as rows. Returns the table and notes."""
+    """Add losses of averaged weights as rows, if `source` has a curves.csv. Returns the table and notes."""
     import pandas as pd
 
     from .curves.averaged import with_averages
@@ -287,7 +287,6 @@ def _resolve(exist: list[str], columns: Mapping[str, str], source: str) -> dict[
 
 
 def _remedy(name: str, exist: list[str]) -> str:
-    """Return a hint on how to provide a missing column."""
     for column in exist:
         if (match := LOGARITHM.fullmatch(column)) and match[2].lower() in map(str.lower, ALIASES[name]):
             power = f"{match[1]} ** t[{column!r}]" if match[1] else f"np.exp(t[{column!r}])"

@@ -1,9 +1,8 @@
 """Resampling and intervals.
 
 Runs are resampled, never rows, because checkpoints of one run and branches of one trunk have a common error. "Pairs"
-draws runs with replacement, as weights for the solver; a 95 % interval of a Huber fit to 24 runs then covers 98 to
-99 %. "Wild" shifts the loss of every run by its left-out residual; it covers 93 to 97 % even for few runs and unequal
-noise (docs/decisions.md), but assumes that the law is right.
+draws runs with replacement, as weights for the solver. "Wild" shifts the loss of every run by its left-out residual; it
+covers better for few runs and unequal noise (docs/decisions.md), but assumes that the law is right.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ def check_resampling(n: int, seed: int, minimum: int = 1) -> None:
 
 
 def by_group(groups: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct groups in order of first appearance, and each row's index among them."""
+    """Return the distinct labels in order of first appearance, and the index of each row's label."""
     labels, first, member = np.unique(np.asarray(groups).astype(str), return_index=True, return_inverse=True)
     order = np.argsort(first)
     return labels[order], np.argsort(order)[member]
 
 
 def group_labels(groups: Any, rows: int) -> np.ndarray:
-    """Return the group of each row as text, by default the row itself."""
+    """Return each row's group as text; without `groups`, each row is one."""
     labels = np.arange(rows) if groups is None else np.asarray(groups)
     if len(labels) != rows:
         raise InputError(
@@ -49,7 +48,7 @@ def group_labels(groups: Any, rows: int) -> np.ndarray:
 
 
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
-    """Draw whole `groups` (rows,). Returns how often each row was drawn, (resamples, rows)."""
+    """Resample whole groups; `groups` (rows,) labels them. Returns how often each row was drawn, (resamples, rows)."""
     check_resampling(resamples, seed)
     labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
@@ -60,10 +59,10 @@ def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
 def identifiable_counts(
     groups: Any, n: int, seed: int, inputs: Array, weight: Array, axes: Array, free: int
 ) -> tuple[Array, int]:
-    """Draw resamples that identify a law, as counts (n, rows). Also returns how many were discarded.
+    """Draw n resamples that identify a law, as counts of rows (n, rows). Also returns how many were discarded.
 
-    A resample must have more distinct `inputs` (m, rows) than `free` parameters, and vary in all log inputs `axes` (a,
-    rows).
+    A resample must have more distinct columns of `inputs` (m, rows) than `free` parameters, and vary in each of the log
+    inputs `axes` (a, rows).
     """
     _, point = np.unique(inputs, axis=1, return_inverse=True)
     order = np.argsort(point.ravel(), kind="stable")
@@ -85,7 +84,7 @@ def identifiable_counts(
 
 
 def independent_groups(groups: Any, free: int) -> int:
-    """Return the number of groups. Raises InputError if they are too few for `free` parameters."""
+    """Return the number of distinct groups. Raises InputError if there are too few for `free` parameters."""
     independent = len(by_group(groups)[0])
     if independent <= free:
         raise _too_few(independent, free)
@@ -93,7 +92,7 @@ def independent_groups(groups: Any, free: int) -> int:
 
 
 def resampled_together(groups: Array, run_ids: Array, free: int) -> Array:
-    """Return `groups`, or `run_ids` if groups are too few for `free` parameters; intervals are then too narrow."""
+    """Return `groups`, or `run_ids` if only these are more than `free` parameters; intervals are then too narrow."""
     few = len(np.unique(groups)) <= free < len(np.unique(run_ids))
     return run_ids if few else groups
 
@@ -112,10 +111,9 @@ def jackknife_weights(groups: Any) -> Array:
 
 
 def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
-    """Raise InputError if a constant of `what` is undetermined without one of the groups.
+    """Raise InputError if the rows without one group do not determine a constant of `what`.
 
-    jacobian (rows, k): of the fit, each row times the root of its weight. The criterion is an eigenvalue of one in the
-    group's block of the hat matrix.
+    jacobian (rows, k): slopes of the fit, each row times the root of its weight.
     """
     labels, member = by_group(groups)
     size = np.linalg.norm(jacobian, axis=0)
@@ -130,9 +128,9 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
 
 
 def kernel_width(errors: Array, independent: int) -> float:
-    """Return a robust bandwidth of a Gaussian kernel for `errors` (rows,) of `independent` groups.
+    """Return a bandwidth to smooth residuals `errors` (rows,) of `independent` groups by a Gaussian kernel.
 
-    95 % intervals of Huber fits cover 92 to 95 % without it, and 95 to 98 % with Silverman's.
+    Without it, 95 % intervals of Huber fits cover 92 to 95 %.
     """
     spread = min(np.sqrt(np.mean(errors**2)), 1.4826 * np.median(np.abs(errors)))
     return float(KERNEL * spread * independent**-0.2)
@@ -141,11 +139,12 @@ def kernel_width(errors: Array, independent: int) -> float:
 def wild_targets(
     fitted: Array, left_out: Array, groups: Any, n: int, seed: int, freedom: int, width: float | None = None
 ) -> Array:
-    """Draw targets (n, rows) of a wild bootstrap: the fit plus residuals with one random sign per group.
+    """Draw targets (n, rows) of a wild bootstrap: `fitted` plus residuals with one random sign per group.
 
     left_out (rows,): residuals of a fit without the row's group, which give the jackknife's covariance (MacKinnon and
     White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). Their size varies at random as in
-    Student's t with `freedom` degrees. width: of a kernel for a nearly L1 objective (De Angelis, Hall and Young 1993).
+    Student's t with `freedom` degrees. width: of Gaussian noise added for a nearly L1 objective (De Angelis, Hall and
+    Young 1993).
     """
     check_resampling(n, seed)
     labels, member = by_group(groups)
@@ -159,7 +158,7 @@ def wild_targets(
 
 
 def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
-    """Return the central `level` interval of the draws without NaN; (nan, nan) for no draws."""
+    """Return (low, high) of the central share `level` of draws, without NaN; (nan, nan) for no draws."""
     values = np.sort(floats(draws).ravel())
     values = values[~np.isnan(values)]
     if values.size == 0:
@@ -179,7 +178,10 @@ def percentile_intervals(draws: Array, level: float) -> Array:
 
 
 def excess_scatter(squares: Array, variance: Array, freedom: int) -> float:
-    """Solve sum(squares / (variance + tau^2)) = freedom for tau, 0 if there is none (Paule and Mandel 1982)."""
+    """Solve sum(squares / (variance + tau^2)) = freedom for tau, the scatter beyond `variance`.
+
+    `squares` are squared residuals. Returns 0 without a solution (Paule and Mandel 1982).
+    """
     if freedom < 1 or (squares / variance).sum() <= freedom:
         return 0.0
     low, high = 0.0, float(np.sqrt(squares.sum() / freedom))  # at `high` the sum is at most `freedom`

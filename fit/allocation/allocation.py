@@ -1,8 +1,6 @@
 """The best split of a budget between parameters and tokens, also with limited tokens or with serving counted.
 
-A question is a pure function of a law's constants. `answer` evaluates it for the fitted constants and all draws at
-once, (targets, 1) against (r,). Zero and infinity are answers: of laws with a vanished term, and for unreachable
-losses.
+Zero and infinity are answers: of laws with a vanished term, and for unreachable losses.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3; Muennighoff et al. 2023 (arXiv:2305.16264); Sardana et al. 2023
 (arXiv:2401.00448).
@@ -54,11 +52,11 @@ class Optimum:
 
     @property
     def values(self) -> Columns:
-        """Return every quantity by name, each (targets,)."""
+        """Return flops, N, D, ratio, loss and the entries of `more` by name, each (targets,)."""
         return {"flops": self.flops, "N": self.N, "D": self.D, "ratio": self.ratio, "loss": self.loss, **self.more}
 
     def interval(self, name: str, level: float | None = None) -> Array:
-        """Return the percentile interval of a quantity (targets, 2); NaN before a bootstrap."""
+        """Return a quantity's interval at `level`, by default the optimum's, (targets, 2); NaN before a bootstrap."""
         if name not in self.values:
             raise InputError(f"there is no quantity {name!r}; choose one of {', '.join(self.values)}.")
         if name not in self.draws:
@@ -67,11 +65,11 @@ class Optimum:
 
     @property
     def intervals(self) -> Columns:
-        """Return `interval` of each quantity; empty before a bootstrap."""
+        """Return the `interval` of each quantity by name; empty before a bootstrap."""
         return {name: self.interval(name) for name in self.draws}
 
     def rows(self) -> list[dict[str, str]]:
-        """Return each quantity and its interval as text, one row per target."""
+        """Return for each target the quantities by name, each with its interval, as text."""
         values, intervals = self.values, self.intervals
 
         def cell(name: str, i: int) -> str:
@@ -102,7 +100,7 @@ class Optimum:
 def answer(
     law: Any, solve: Callable[[Constants], Columns], level: float, flops_per_token: float | Curve = 6.0
 ) -> Optimum:
-    """Apply `solve`, which maps constants (r,) to arrays (targets, r), to the law's constants and its draws."""
+    """Evaluate `solve`, which maps constants (r,) to arrays (targets, r) by name, at a law's constants and r draws."""
     check_level(level)
     if getattr(law, "constants_", None) is None:
         raise InputError(f"this {type(law).__name__} is not fitted; call fit first.")
@@ -121,7 +119,7 @@ def answer(
 
 
 def aligned(**columns: ArrayLike) -> list[Array]:
-    """Check that columns are positive, and broadcast each to (targets, 1)."""
+    """Check that columns are positive and equally long or single numbers, and broadcast each to (targets, 1)."""
     checked = {name: positive(name, np.atleast_1d(floats(v))) for name, v in columns.items()}
     longest = max(len(v) for v in checked.values())
     same_length(**{name: v for name, v in checked.items() if len(v) > 1})
@@ -168,13 +166,16 @@ class EqualLoss:
         return (self.log_a + np.logaddexp(0.0, -z)) / self.alpha, (self.log_b + np.logaddexp(0.0, z)) / self.beta
 
     def point(self, z: Any) -> tuple[Array, Array]:
-        """Return N and D at z; infinite where no model reaches the loss."""
+        """Return N and D at position z of the curve; infinite where no model reaches the loss."""
         N, D = (np.where(self.reachable, np.exp(log), np.inf) for log in self(z))
         return N, D
 
 
 def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
-    """Search for the lowest `value`. Returns its argument, and -1 if that is `low`, 1 if it is `high`, else 0."""
+    """Search elementwise for the argument of the lowest `value`.
+
+    Returns it, and -1 where it is `low`, 1 where it is `high`, else 0.
+    """
     step = (high - low) / GRID
     best, at = value(low), np.zeros(1)
     for i in range(1, GRID + 1):
@@ -195,7 +196,7 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
 
 
 def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
-    """Return the zero of a rising function by bisection, or the nearer bound if there is none."""
+    """Return where a rising function is zero, elementwise by bisection, or the nearer bound if nowhere."""
     for _ in range(70):
         middle = 0.5 * (low + high)
         above = rising(middle) > 0
@@ -204,7 +205,7 @@ def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
 
 
 def _live(constants: Constants) -> tuple[Array, Array, Array, Array, Array]:
-    """Return E, A, B, alpha and beta, with terms of exponent zero moved to E."""
+    """Return E, A, B, alpha and beta; the amplitude of a term with exponent zero moves to E."""
     E, A, B, alpha, beta = (floats(constants[k]) for k in ("E", "A", "B", "alpha", "beta"))
     E = E + np.where(alpha == 0, A, 0.0) + np.where(beta == 0, B, 0.0)
     return E, np.where(alpha == 0, 0.0, A), np.where(beta == 0, 0.0, B), alpha, beta
@@ -222,9 +223,9 @@ def compute_optimal(
     Parameters
     ----------
     flops
-        A scalar or (targets,).
+        The budget, a scalar or (targets,).
     flops_per_token
-        k for k N FLOPs per token, or a function of N such as `FlopsPerToken`; default the law's convention.
+        k for k N FLOPs per token, or a function of N such as `FlopsPerToken`; default as the law was fitted.
     """
     (C,) = aligned(flops=flops)
     flops_per_token = own_convention(law, flops_per_token)
@@ -237,7 +238,7 @@ def compute_optimal(
 
 
 def own_convention(law: Any, flops_per_token: float | Curve | None = None) -> float | Curve:
-    """Return `flops_per_token` if given, else the law's convention, else 6 (for 6N)."""
+    """Return `flops_per_token` if given, else what the law was fitted with, else 6 (for 6N)."""
     if flops_per_token is None:
         flops_per_token = getattr(law, "flops_per_token_", None)
     return 6.0 if flops_per_token is None else flops_per_token
@@ -253,7 +254,7 @@ def token_limited(
     """Return the best N and D for `flops` with only `unique_tokens` different tokens (broadcast together).
 
     A law of (N, D, U) values repeated tokens; for a law of (N, D), D stops at one epoch and the rest of the budget goes
-    into N. `more` has the epochs. `flops_per_token` is as in `compute_optimal`.
+    into N. The result's `more` has the epochs.
     """
     C, U = aligned(flops=flops, unique_tokens=unique_tokens)
     flops_per_token = own_convention(law, flops_per_token)
@@ -276,7 +277,7 @@ def token_limited(
 def inference_aware(
     law: Any, lifetime_tokens: ArrayLike, loss: ArrayLike, prices: Prices | None = None, level: float = 0.95
 ) -> Optimum:
-    """Return the cheapest model to train and serve at a given loss (Sardana et al. 2023).
+    """Return the model of a given loss that is cheapest to train and serve (Sardana et al. 2023).
 
     `flops` counts training alone; `more` has inference_flops, total_flops, saving (over the training-optimal model of
     the same loss), and dollars with `prices`. N and D are infinite where no model reaches the loss.
@@ -325,7 +326,7 @@ def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) ->
 def search(
     law: Any, constants: Constants, C: Array, spend: Curve, U: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """Search for the N of lowest loss for C FLOPs, spend(N) per token. Returns N, D and that loss. U: unique tokens."""
+    """Search for the N of lowest loss for C FLOPs, spend(N) per token; U: unique tokens. Returns N, D and that loss."""
     # Search without the irreducible loss: adding it costs digits, and locating a flat minimum halves those left.
     sought = {**constants, law.irreducible: 0.0 * constants[law.irreducible]} if law.irreducible else constants
 

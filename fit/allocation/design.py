@@ -45,7 +45,7 @@ class Basin:
     share: float
 
     def slopes(self, quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
-        """Return `quantity` at theta (points,), and its slopes (points, k) per prior standard deviation."""
+        """Return `quantity` at theta (points,), and its slopes by coordinates in prior widths, (points, k)."""
         p, k = self.law.problem_, len(self.theta)
         steps = STEP * np.diag(prior_widths(p))
         with np.errstate(all="ignore"):
@@ -54,13 +54,13 @@ class Basin:
 
 
 def prior_widths(problem: Any) -> Array:
-    """Return the standard deviation of each coordinate's prior, (k,)."""
+    """Return the prior standard deviation of each coordinate of a fit, (k,)."""
     span = problem.upper - problem.lower
     return np.where(np.isfinite(span), span, UNBOUNDED) / 4.0
 
 
 def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[Basin]:
-    """Find the distinct local optima of laws fitted to the same rows; `shares` fixes each law's total share."""
+    """Find the distinct local optima of laws fitted to the same rows; `shares` sets the total share of each law."""
     optima, log = list[Basin](), list[float]()
     for place, law in enumerate(laws):
         p, weights = law.problem_, law.weight_ * law._precision
@@ -102,7 +102,10 @@ class Beliefs:
         return new
 
     def observe(self, slopes: Array, trunk: int, weight: float = 1.0) -> None:
-        """Add a run with slopes (M, k); `trunk` is -1 if it shares none. A weight of -1 removes the run."""
+        """Add a run to the data, given by slopes (M, k) of its log loss and its trunk's index, -1 for none.
+
+        A weight of -1 removes it.
+        """
         noise = (self.unshared if trunk >= 0 else self.unshared + self.shared) / weight
         moved = np.einsum("mij,mj->mi", self.covariance[:, :, : self.k], slopes)
         if trunk >= 0:
@@ -113,12 +116,12 @@ class Beliefs:
         self.covariance -= moved[:, :, None] * (moved / variance[:, None])[:, None, :]
 
     def variances(self) -> Array:
-        """Return the variance of each target, (q,)."""
+        """Return the variance of each target, averaged over basins, (q,)."""
         per_basin = np.einsum("mqi,mij,mqj->mq", self.goals, self.covariance, self.goals, optimize=True)
         return np.maximum(self.shares @ per_basin, 1e-300)
 
     def falls(self, slopes: Array, trunks: np.ndarray) -> Array:
-        """Return by how much each of K runs lowers the sum of variances, (K,); slopes (M, K, k), trunks (K,)."""
+        """Return by how much each of K runs with slopes (M, K, k), as in `observe`, lowers the sum of variances."""
         k, mates = self.k, trunks >= 0
         place = k + trunks[mates]
         towards = self.goals @ self.covariance
@@ -157,7 +160,7 @@ class Question:
         points: Mapping[str, ArrayLike] | None = None,
         flops: ArrayLike | None = None,
     ) -> Question:
-        """Build a question about the loss and N of the optimum at `target_flops`, or the losses at `points`.
+        """Ask for better predictions of the optimal loss and N at `target_flops`, or of the losses at `points`.
 
         Raises InputError if a law is not fitted, or has no optimum there.
 
@@ -168,11 +171,11 @@ class Question:
         target_flops
             Budgets of the optima, or the compute (q,) of `points`.
         trunk
-            (n,) trunk of each row, by default the row itself.
+            (n,) label of the run from which a row branches, by default the row itself.
         correlation
             Correlation of errors within a trunk, by default estimated from the residuals.
         shares
-            Trust in each law, by default its likelihood.
+            Weight of each law, by default its likelihood.
         points
             Inputs by name, (q,) each.
         flops
@@ -220,17 +223,17 @@ class Question:
         )  # fmt: skip
 
     def drift(self, reach: ArrayLike) -> Array:
-        """Return the targets' variances (..., q) from inexact laws, if the largest run has `reach` (...) FLOPs."""
+        """Return the targets' variances (..., q) due to inexact laws, if the largest run has `reach` (...) FLOPs."""
         further = np.log(np.maximum(self.target_flops / floats(reach)[..., None], 1.0))
         return np.asarray((self.drift_rate * further) ** 2)
 
     def labels(self, trunks: ArrayLike) -> dict[str, int]:
-        """Index the trunks with several runs, including `trunks` (m,); return trunk -> index."""
+        """Map each trunk of several runs to an index, counting m further runs of the given `trunks`."""
         names, counts = np.unique(np.append(self.trunk.astype(str), trunks).astype(str), return_counts=True)
         return {str(name): i for i, name in enumerate(names[counts > 1])}
 
     def beliefs(self, labels: Mapping[str, int]) -> Beliefs:
-        """Return the beliefs that follow from the fitted rows; `labels` is the result of the method `labels`."""
+        """Return the beliefs after observing the fitted rows; `labels` maps each shared trunk to its index."""
         shared = self.correlation * self.noise**2
         share = np.array([basin.share for basin in self.basins])
         result = Beliefs(self.goals, share, len(labels), shared, self.noise**2 - shared)
@@ -242,20 +245,20 @@ class Question:
         return result
 
     def forecast(self, level: float = 0.95) -> Columns:
-        """Return value, low and high (q,) of each target; for a loss, the range of a new run."""
+        """Return "value", "low" and "high" (q,) of the targets; for a loss, the range is that of a new run."""
         variance = self.beliefs(self.labels([])).variances() + self.drift(self.reach)
         wide = ndtri(0.5 + 0.5 * level) * np.sqrt(variance + self.noise**2 * (self.kinds == "loss"))
         return {"value": np.exp(self.values), "low": np.exp(self.values - wide), "high": np.exp(self.values + wide)}
 
 
 def log_losses(inputs: Mapping[str, ArrayLike]) -> Callable[[Any, Constants], Array]:
-    """Return a function that predicts log losses at `inputs`, each (points,), for `Basin.slopes`."""
+    """Return a function of a law and constants that predicts log losses at `inputs`, each (points,)."""
     columns = {name: floats(column)[:, None] for name, column in inputs.items()}
     return lambda law, constants: np.log(law.evaluate(constants, *(columns[name] for name in law.inputs)))
 
 
 def over(optima: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
-    """Evaluate `quantity` (M, points) in each basin, and its slopes by coordinates and by basin, (M, points, k + M)."""
+    """Return `quantity` in M basins (M, points), and its slopes by k coordinates and by basin, (M, points, k + M)."""
     parts = [basin.slopes(quantity) for basin in optima]
     values, width = np.stack([value for value, _ in parts]), max(slope.shape[1] for _, slope in parts)
     slopes = np.stack([np.pad(slope, ((0, 0), (0, width - slope.shape[1]))) for _, slope in parts])
@@ -265,7 +268,7 @@ def over(optima: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tu
 
 
 def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5, pairs: float = 10.0) -> float:
-    """Estimate the correlation of errors within a trunk, shrunk to `expected` with the weight of `pairs` pairs."""
+    """Estimate the correlation of residuals in a trunk; `expected` counts as much as `pairs` pairs of runs."""
     _, member = by_group(trunk)
     sums, squares = np.bincount(member, residuals), np.bincount(member, residuals**2)
     counts = np.bincount(member)
@@ -297,7 +300,10 @@ class Candidates:
         return len(self.flops)
 
     def extra(self, chosen: list[int]) -> Array:
-        """Return the FLOPs that each candidate adds to a batch, (k,); runs of one trunk branch from the longest."""
+        """Return the FLOPs that each candidate adds to the batch `chosen`, (k,).
+
+        Runs of one trunk branch from the longest.
+        """
         cost = self.flops.copy()
         for trunk, longest in self._longest(chosen).items():
             reach, mates = self.size[longest], (self.flops > self.branch_flops) & (self.trunk == trunk)
@@ -312,7 +318,7 @@ class Candidates:
         return float(sum(pays))
 
     def _longest(self, chosen: list[int]) -> dict[str, int]:
-        """Map each trunk to its longest run in the batch, from which the others branch."""
+        """Map each trunk to its longest run in the batch `chosen`, from which the others branch."""
         longest: dict[str, int] = {}
         for i in chosen:
             trunk, makes = self.trunk[i], self.flops[i] > self.branch_flops[i]
@@ -337,7 +343,7 @@ class Design:
     after: dict[str, float]
 
     def narrowed(self, quantity: str, estimate: float, interval: tuple[float, float]) -> tuple[float, float]:
-        """Predict what the `interval` of "loss" or "N" becomes after the batch."""
+        """Predict what an `interval` around the `estimate` of "loss" or "N" becomes after the batch."""
         ratio = self.after[quantity] / self.before[quantity]
         low, high = (float(estimate * (end / estimate) ** ratio) for end in interval)
         return low, high
@@ -359,7 +365,7 @@ class Buyer:
         self.beliefs = beliefs
 
     def buy(self, budget: float, max_runs: int | None = None) -> Design:
-        """Choose a batch for `budget` FLOPs. Raises InputError if that is too little for any candidate."""
+        """Choose the best batch for `budget` FLOPs. Raises InputError if that pays for no candidate."""
         (budget,) = positive("budget", [budget])
         if self.pool.flops.min() > budget:
             cheapest = self.pool.flops.min()
@@ -377,11 +383,11 @@ class Buyer:
         return beliefs
 
     def value(self, beliefs: Beliefs, chosen: list[int]) -> float:
-        """Return the expected squared error of the targets, relative to that without a batch."""
+        """Return the targets' expected squared error after the batch `chosen`, already in `beliefs`; 1 for no batch."""
         return float(beliefs.variances().sum() + self._drift(self._reach(chosen))) / len(set(self.question.kinds))
 
     def worth(self, beliefs: Beliefs, chosen: list[int]) -> Array:
-        """Return how much each candidate lowers the squared error when added to a batch, (k,)."""
+        """Return by how much each candidate, added to the batch `chosen`, lowers the targets' squared error, (k,)."""
         reach = self._reach(chosen)
         drift = self._drift(np.maximum(self.pool.size, reach))
         return np.asarray(beliefs.falls(self.slopes, self.place) + self._drift(reach) - drift)
@@ -411,7 +417,7 @@ class Buyer:
         return chosen, beliefs
 
     def _exchange(self, chosen: list[int], beliefs: Beliefs, budget: float, max_size: int) -> list[int]:
-        """Improve a batch by swapping single runs (Fedorov's exchanges)."""
+        """Improve a batch by replacing one run at a time (Fedorov's exchanges)."""
         for _ in range(PASSES):
             improved = False
             for place in range(len(chosen) - 1, -1, -1):

@@ -12,8 +12,8 @@ tokens:
 
 All numbers may be arrays, and broadcast.
 
-Williams et al. 2009 (Roofline, CACM 52(4)); Pope et al. 2022, arXiv 2211.05102, sections 2 and 3; Kaplan et al. 2020,
-arXiv 2001.08361, table 1, for FLOPs; Sardana et al. 2023, arXiv 2401.00448, for the effect on the best N.
+Williams et al. 2009 (Roofline, CACM 52(4)); Pope et al. 2022, arXiv 2211.05102; Kaplan et al. 2020, arXiv 2001.08361,
+table 1; Sardana et al. 2023, arXiv 2401.00448.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class Served(_Checked):
 
     @classmethod
     def typical(cls, N: ArrayLike, group: float = 1.0, weight_bytes: float = 2.0, cache_bytes: float = 2.0) -> Served:
-        """Return a model of N = 12 depth width^2, width = 128 depth, and `group` query heads per key/value head."""
+        """Return a model of typical shape, N = 12 depth width^2 and width = 128 depth.
+
+        `group`: query heads per key/value head.
+        """
         depth = np.cbrt(floats(N) / (12.0 * WIDTH_PER_BLOCK**2))
         numbers = WIDTH_PER_BLOCK * depth**2
         return cls(N, 2.0 * numbers / group, numbers, weight_bytes, cache_bytes)
@@ -97,14 +100,14 @@ class Pass:
 
 
 def decode(model: Served, device: Device, batch: ArrayLike, context: ArrayLike) -> Pass:
-    """Return the pass that writes one token per request after `context` tokens."""
+    """Return the cost of the pass that writes one token per request after `context` tokens."""
     N, k, a, b, L = _broadcast(model, batch=batch, context=context)
     read = model.weight_bytes * N + b * model.cache_bytes * k * (L + 1.0)
     return _pass(device, b, b * (2.0 * N + 4.0 * a * L), read)
 
 
 def prefill(model: Served, device: Device, batch: ArrayLike, prompt: ArrayLike) -> Pass:
-    """Return the pass that reads `batch` prompts of `prompt` tokens."""
+    """Return the cost of the pass that reads `batch` prompts of `prompt` tokens."""
     N, k, a, b, L = _broadcast(model, batch=batch, prompt=prompt)
     moved = model.weight_bytes * N + b * model.cache_bytes * k * L
     return _pass(device, b * L, b * L * (2.0 * N + 2.0 * a * (L + 1.0)), moved)
@@ -140,7 +143,7 @@ class Prices(_Checked):
         answer: float,
         train_mfu: float = 0.5,
     ) -> Prices:
-        """Return prices for `batch` requests of `prompt` and `answer` tokens.
+        """Return prices for serving `batch` requests at once, of `prompt` tokens read and `answer` tokens written.
 
         The MFUs count 2 N FLOPs per token. They hold for `model` and change slowly with N.
         """
@@ -159,7 +162,7 @@ class Prices(_Checked):
 
     @property
     def serve(self) -> float:
-        """Return dollars per FLOP of serving."""
+        """Return dollars per FLOP of serving, averaged over tokens read and written."""
         slowness = (1.0 - self.output_share) / self.input_mfu + self.output_share / self.output_mfu
         return self.serve_hour / 3600.0 / self.serve_peak * slowness
 
@@ -176,7 +179,7 @@ class BreakEven:
 def break_even(
     training: float, multiplier: float, base: Spread, variant: Spread, ci: tuple[float, float] | None = None
 ) -> BreakEven:
-    """Return the number n of served tokens with T + n d = T / K + n d', and its range over K and both d.
+    """Return the number n of served tokens with T + n d = T / K + n d', and its range over K in `ci` and both d.
 
     T is `training`, the seconds to train the base; K is `multiplier`, T over the variant's seconds to equal loss; d and
     d' are the seconds per token of `base` and `variant`.

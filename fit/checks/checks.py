@@ -27,7 +27,7 @@ MILD = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncer
 
 
 def run_checks(a: Analysis) -> tuple[Warning, ...]:
-    """Return all warnings: what prevents a fit, faults of the table, faults of the fit, then its limits."""
+    """Return all warnings: approaches without an answer, faults of fit and table, then their limits."""
     law, recipes, verdict = a.law, a.recipes, a.verdict
     warnings = [
         Warning(f"no_{item.key}", f"{item.title} has no answer: {item.reason.rstrip('.')}.")
@@ -99,7 +99,7 @@ def _answer(a: Analysis) -> Warnings:
 
 
 def _backtest(a: Analysis) -> Warnings:
-    """Warn if the backtest contradicts the answers or does not reach the targets."""
+    """Warn if the backtest's errors exceed its intervals, or targets lie beyond what it tested."""
     tested, top = a.backtest["tested"], float(a.table.flops.max())
     yield from extrapolation(top, a.targets, tested and tested["reach"])
     if tested is None or a.law is None:
@@ -145,7 +145,7 @@ def _outliers(a: Analysis, law: Law) -> Warnings:
 
 
 def _moved(law: Law, without: dict[str, float], C: float) -> str:
-    """Describe how D/N at C FLOPs and the exponents change with the constants `without` outliers."""
+    """Describe how D/N at C FLOPs and the exponents change from the law's to the constants `without` outliers."""
     best = [unlimited(law, constants, np.array(C), own_convention(law)) for constants in (law.constants_, without)]
     was, now = (amount(float(np.ravel(D / N)[0])) for N, D, _ in best)
     exponents = "".join(

@@ -1,7 +1,7 @@
 """Checks of a table of runs before any fit, as plain warnings.
 
-Each check maps a table to warnings that state the problem, its effect on a fit and the remedy. It yields nothing for
-absent columns. Thresholds were set on published tables.
+Each check maps a table to warnings that state the problem, its effect on a fit and the remedy; none for absent columns.
+Thresholds were set on published tables.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), appendix B; Besiroglu et al. 2024 (arXiv:2404.10102); Porian et al. 2024
 (arXiv:2406.19146); Haegele et al. 2024 (arXiv:2405.18392); Muennighoff et al. 2023 (arXiv:2305.16264); Li et al. 2025
@@ -68,10 +68,7 @@ Warnings = Iterator[Warning]
 
 
 def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ...]:
-    """Return every warning that needs the table alone, worst first.
-
-    Raises InputError if one of `targets`, FLOP budgets, is not positive.
-    """
+    """Return every warning that needs the table and its `targets` (FLOP budgets) alone, worst first."""
     warnings = [warning for check in CHECKS for warning in check(table)]
     return (*warnings, *extrapolation(float(table.flops.max()), positive("target", targets) if len(targets) else ()))
 
@@ -99,14 +96,14 @@ def examine_plan(
 
 
 def numbers(table: RunTable, role: str) -> Array:
-    """Return the column of a role in COLUMNS as numbers (n,), NaN where absent or not a possible value."""
+    """Return the table's column for a key of COLUMNS as numbers (n,), NaN where absent or impossible."""
     values = table.column(_column(table, role))
     possible = np.isfinite(values) & ((values > 0) | ((values == 0) & (role in MAY_BE_ZERO)))
     return np.where(possible, values, np.nan)
 
 
 def texts(table: RunTable, role: str) -> list[str]:
-    """Return the column of a role in COLUMNS as lower-case text, empty where absent."""
+    """Return the table's column for a key of COLUMNS as lower-case text, empty where absent."""
     name = _column(table, role)
     if not name:
         return [""] * len(table)
@@ -115,13 +112,13 @@ def texts(table: RunTable, role: str) -> list[str]:
 
 
 def _column(table: RunTable, role: str) -> str:
-    """Return the name of a role's column, ignoring case and separators; empty if there is none."""
+    """Return the table's name for a key of COLUMNS, ignoring case and separators; "" if there is none."""
     exist = {re.sub("[ -]", "_", str(name).strip().lower()): name for name in reversed(list(table.frame.columns))}
     return next((exist[name.lower()] for name in COLUMNS[role] if name.lower() in exist), "")
 
 
 def first_finite(*columns: Array) -> Array:
-    """Return the first number of each row that is not NaN, (n,)."""
+    """Return each row's first value that is not NaN, in the order of the columns, (n,)."""
     return reduce(lambda first, other: np.where(np.isnan(first), other, first), columns)
 
 
@@ -134,7 +131,7 @@ def first_few(items: Sequence[str], limit: int = 3) -> str:
 
 
 def _alike(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Label equal rows of the columns alike, (n,); also return indices of rows that repeat an earlier one."""
+    """Return labels (n,), equal for rows equal in all columns, and the indices of rows that repeat an earlier one."""
     values = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns])
     _, first, point = np.unique(values, axis=1, return_index=True, return_inverse=True)
     return point.ravel(), np.setdiff1d(np.arange(len(columns[0])), first)
@@ -184,7 +181,7 @@ def _loss_unit(t: RunTable) -> Iterator[str]:
 
 
 def _as_in_bits(t: RunTable) -> bool:
-    """Return whether losses look like bits: about 1/ln 2 times a published law's (English text: 0.88 to 1.22)."""
+    """Return whether losses look like bits: about 1/ln 2 times a published law's (0.88 to 1.22 for English in nats)."""
     ordinary = (t.N >= 1e7) & (t.D >= 1e8)
     if ordinary.sum() < max(5, 0.5 * len(t)):
         return False
@@ -269,7 +266,7 @@ def pooled_experiments(t: RunTable) -> Warnings:
 
 
 def _bits_by_bytes(t: RunTable) -> np.ndarray:
-    """Return the indices of rows whose ratio of loss to bits per byte is 1/ln 2 times that of all others."""
+    """Return the indices of rows in bits, where loss over bits per byte is 1/ln 2 times that of all others."""
     per_byte = t.loss / numbers(t, "bits_per_byte")
     lifted = np.log(per_byte / np.nanmin(per_byte)) / np.log(BITS) if np.isfinite(per_byte).any() else per_byte
     finite = lifted[np.isfinite(lifted)]
@@ -278,10 +275,7 @@ def _bits_by_bytes(t: RunTable) -> np.ndarray:
 
 
 def _bits_among_nats(t: RunTable) -> np.ndarray:
-    """Return the indices of rows whose loss is 1/ln 2 times a surface in (log N, log D) through the others.
-
-    Of sets that fit about equally well, the flattest wins.
-    """
+    """Return the indices of rows in bits, with losses 1/ln 2 times a surface in (log N, log D) through the others."""
     n, lift, no_rows = len(t), np.log(BITS), np.empty(0, dtype=int)
     if n < 12:
         return no_rows
@@ -390,7 +384,7 @@ def mixed_schedules(t: RunTable) -> Warnings:
 
 
 def _decayed(t: RunTable) -> Array:
-    """Return 1 for runs that end after a decay, 0 for others, NaN where unknown."""
+    """Return 1 for runs whose learning rate ends with a decay, 0 for others, NaN where unknown."""
     share = numbers(t, "decay_share")
     decayed = np.full(len(t), np.nan)
     for i, kind in enumerate(texts(t, "schedule")):
@@ -478,7 +472,7 @@ def repeated_data(t: RunTable) -> Warnings:
 
 
 def repeated(epochs: Array) -> Warnings:
-    """Warn if runs repeat their data too often; `epochs` (n,), NaN where unknown."""
+    """Warn if runs see their data more than MANY_EPOCHS times; `epochs` (n,), NaN where unknown."""
     many = epochs > MANY_EPOCHS
     if many.any():
         yield Warning(
@@ -534,13 +528,13 @@ def branches(t: RunTable) -> Warnings:
 
 
 def _families(keys: Iterable[Hashable], groups: np.ndarray) -> list[int]:
-    """Count the groups of each key that several groups share; the key None is ignored."""
+    """Return how many different groups go with each key, leaving out None and keys of one group."""
     members = Counter(key for key, _ in set(zip(keys, groups, strict=True)) if key is not None)
     return [count for count in members.values() if count > 1]
 
 
 def _curves(t: RunTable) -> list[Hashable]:
-    """Return a run label for each row that looks like a checkpoint; all None unless half of the rows do."""
+    """Return a run label for each row that looks like a checkpoint, else None; all None unless half of the rows do."""
     key, _ = _alike(t.N, *(np.nan_to_num(numbers(t, role)) for role in ("width", "learning_rate", "batch")))
     order = np.lexsort((t.loss, t.D, key))
     curve = np.full(len(t), -1)
@@ -590,7 +584,7 @@ def swept(t: RunTable) -> Warnings:
 
 
 def _without_a_rule(rate: Array, batch: Array, t: RunTable) -> bool:
-    """Return whether learning rates are neither monotonic in N, D or C nor a power law in N, D and batch."""
+    """Return whether learning rates are neither monotonic in N, D or FLOPs nor a power law in N, D and batch."""
     has_rate = np.isfinite(rate)
     y = np.log(rate[has_rate])
     if len(y) < 6 or np.ptp(y) < 0.01:
@@ -612,7 +606,7 @@ def _monotone(x: Array, y: Array) -> bool:
 
 
 def _duplicates(t: RunTable) -> Warnings:
-    """Warn of rows that repeat a run, and of runs that copy another's numbers."""
+    """Warn of rows with the run id, N and D of another row, or the N, D and loss of another run."""
     _, again = _alike(t.run_id, t.N, t.D)
     findings = []
     if again.size:
@@ -645,7 +639,7 @@ def few_runs(t: RunTable) -> Warnings:
 
 
 def _profiles(t: RunTable) -> Iterator[tuple[float, np.ndarray]]:
-    """Yield each budget and the mask (n,) of its runs."""
+    """Yield each FLOP budget and the mask (n,) of its runs."""
     labels, budgets = budget_levels(t.flops, t.N, t.budget)
     if not np.isfinite(t.budget).any() and (labels >= 0).mean() < 0.5:
         return  # a ladder of sizes, where runs share a budget by chance
@@ -703,7 +697,7 @@ def _provenance(t: RunTable) -> Warnings:
 
 
 def extrapolation(high: float, targets: Iterable[float], reach: float | None = None) -> Warnings:
-    """Warn of targets (FLOPs) too far beyond the largest run, of `high` FLOPs.
+    """Warn of targets (FLOPs) more than `reach` times beyond the largest run, of `high` FLOPs.
 
     `reach` is the largest factor that a backtest tested; EXTRAPOLATION if None.
     """

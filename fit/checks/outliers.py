@@ -1,8 +1,7 @@
 """Outliers of a fitted law, and the fit without them.
 
-Residuals are divided by their robust scale and by sqrt(1 - leverage). The bound is for Laplace noise: one healthy table
-in a thousand has a run beyond it. Outliers mask each other, so the farthest are removed first and the law is refitted
-until none is left.
+Residuals are divided by their robust scale and by sqrt(1 - leverage); the bound is for Laplace noise. Outliers mask
+each other, so the farthest are removed first and the law is refitted until none is left.
 
 Cook and Weisberg 1982, Residuals and influence in regression; Besiroglu et al. 2024 (arXiv:2404.10102).
 """
@@ -62,7 +61,7 @@ def find_outliers(law: Law) -> Outliers:
 
 
 def _leverage(law: Law, constants: Mapping[str, float], columns: list[Array], inliers: np.ndarray) -> Array:
-    """Return leverages (n,), capped at 0.95; 0 for runs left out."""
+    """Return the leverages (n,) of the runs in the mask `inliers`, capped at 0.95; 0 for others."""
 
     def fitted(name: str, factor: float) -> Array:
         return np.log(law.evaluate({**constants, name: constants[name] * factor}, *columns))[inliers]

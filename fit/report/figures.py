@@ -47,7 +47,7 @@ BESIDE = ("kaplan2020_N_opt", "hoffmann2022_approach2", "besiroglu2024", "porian
 
 
 def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
-    """Draw every figure of the page by name; None where the analysis lacks the data."""
+    """Draw every figure of the report. Returns name -> figure, None where the analysis lacks the data."""
     drawings = (answer, backtest, residuals, isoflop, contours, published, multiplier, experts)
     drawn = {draw.__name__: draw(a) for draw in drawings}
     drawn |= {f"loss-{by}": loss_curves(a, curves, by) for by in CURVE_TITLES}
@@ -59,7 +59,6 @@ def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
 
 
 def style(part: str) -> Any:
-    """Return a copy of one part of templates/layout.json, such as "axis"."""
     return json.loads(STYLE)[part]
 
 
@@ -75,7 +74,7 @@ def layout(
     log_y: bool = False,
     **more: Any,
 ) -> Trace:
-    """Return a plotly layout whose log axes span `xs` and `ys`; FLOPs read as powers of ten, others as 10k, 1M, 1B."""
+    """Return a plotly layout with titles `x` and `y` and log axes over `xs` and `ys`; FLOPs read as powers of ten."""
     look: Trace = style("layout") | {"height": height} | more
     for axis, title, log, values in (("xaxis", x, log_x, xs), ("yaxis", y, log_y, ys)):
         look[axis] = style("axis") | (style("log") if log else {}) | {"title": {"text": title, "standoff": 12}}
@@ -89,24 +88,24 @@ def layout(
 
 
 def tick_step(decades: float) -> int | str:
-    """Return plotly's `dtick` for a log axis: 1, 2 and 5 on a short axis, about eight ticks on a long one."""
+    """Return plotly's `dtick` for a log axis of so many decades: 1, 2 and 5 if few, else about eight ticks."""
     return "D2" if decades < 1.6 else max(1, int(np.ceil(decades / 8)))
 
 
 def as_list(values: Any) -> list[Any]:
-    """Return numbers for JSON with six digits, None where not finite."""
+    """Return floats of six significant digits for JSON, None where not finite."""
     return [float(f"{v:.6g}") if np.isfinite(v) else None for v in np.asarray(values, dtype=np.float64)]
 
 
 def line(
     x: Any, y: Any, colour: str, hover: list[str] | None = None, width: float = 2, dash: str = "solid", **more: Any
 ) -> Trace:
-    """Return a plotly line with hover texts; without texts it is not in the legend either."""
+    """Return a plotly line with hover texts; without them it is left out of the legend."""
     return _trace("lines", x, y, hover, {"line": {"color": colour, "width": width, "dash": dash}} | more)
 
 
 def points(x: Any, y: Any, colour: Any, hover: list[str], size: float = 8, edge: str = "white", **more: Any) -> Trace:
-    """Return a trace of at most MOST_RUNS marks with hover texts; `colour` is one or a list."""
+    """Return a plotly trace of at most MOST_RUNS marks with hover texts; `colour` is one or a list."""
     if len(x) > MOST_RUNS:
         chosen = np.unique(np.linspace(0, len(x) - 1, MOST_RUNS).astype(int)).tolist()
         x, y, hover = np.asarray(x)[chosen], np.asarray(y)[chosen], [hover[i] for i in chosen]
@@ -251,7 +250,7 @@ def residuals(a: Analysis) -> Figure | None:
 
 
 def answer(a: Analysis) -> Figure | None:
-    """Draw the leading approach's N and D by budget."""
+    """Draw the optimal N and D by budget of the first approach with an answer."""
     goal, low = a.targets[0], float(a.table.flops.min())
     C = np.unique(np.append(np.geomspace(low, 1.6 * max(goal, a.table.flops.max()), 60), goal))
     data: list[Trace] = []
@@ -287,7 +286,7 @@ def answer(a: Analysis) -> Figure | None:
 
 
 def allocation(a: Analysis, quantity: str) -> Figure | None:
-    """Draw the optimal N, D or loss by budget."""
+    """Draw each approach's optimal N, D or loss by budget."""
     low, high = float(a.table.flops.min()), float(a.table.flops.max())
     far = max(*a.targets, high * 10)
     C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
@@ -333,7 +332,7 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
 
 
 def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, Any]:
-    """Return the arguments of plotly's relayout that show these values."""
+    """Return arguments for plotly's relayout that fit an axis to these values, plus margins."""
     ends = np.array([min(values), max(values)])
     low, high = np.log10(ends) if log else ends
     room = pad * (high - low) + 1e-9
@@ -342,7 +341,7 @@ def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, An
 
 
 def published(a: Analysis) -> Figure | None:
-    """Draw N* by budget of the leading approach and of published laws."""
+    """Draw N* by budget for these runs and for published laws."""
     lead = a.lead
     if not lead.available:
         return None
@@ -362,7 +361,7 @@ def published(a: Analysis) -> Figure | None:
 
 
 def backtest(a: Analysis) -> Figure | None:
-    """Draw errors of predicted losses by distance beyond the fitted runs."""
+    """Draw a backtest's errors of predicted losses by compute relative to the largest run fitted."""
     ahead, data = (a.backtest["tested"] or {}).get("ahead", []), list[Trace]()
     if not ahead:
         return None
@@ -393,7 +392,7 @@ def backtest(a: Analysis) -> Figure | None:
 
 
 def multiplier(a: Analysis) -> Figure | None:
-    """Draw each variant's compute multiplier against the base's budget."""
+    """Draw by budget the factor in compute that the base needs for each variant's loss."""
     lines, bands = list[Trace](), list[Trace]()
     compared = [item.comparison for item in a.recipes if item.comparison]
     for item, colour in zip(compared, PALETTE * len(compared), strict=False):
@@ -430,7 +429,7 @@ def experts(a: Analysis) -> Figure | None:
 
 
 def scores(a: Analysis, measure: str) -> Figure | None:
-    """Draw `acc` or `gold_bpb` by compute, one panel per task."""
+    """Draw accuracies or `gold_bpb` (bits per byte of the right answer) by compute, one panel per task."""
     t, hover = a.table, run_hover(a)
     columns = [name for name in map(str, t.frame.columns) if name.endswith(f"/{measure}")]
     names = sorted(name.rsplit("/", 1)[0] for name in columns if np.isfinite(t.column(name)).any())

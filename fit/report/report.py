@@ -1,7 +1,4 @@
-"""The report: a self-contained HTML page with answer, warnings and tables, and law.json and PNGs next to it.
-
-The page needs no network, templates escape everything that they write, and files are written whole or not at all.
-"""
+"""The report: a self-contained HTML page with answer, warnings and tables, and law.json and PNGs next to it."""
 
 from __future__ import annotations
 
@@ -142,7 +139,6 @@ def packed(content: str) -> str:
 
 
 def render_template(name: str, **context: Any) -> str:
-    """Render a template of this folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -186,7 +182,7 @@ def _second(a: Analysis) -> str:
 
 
 def _influence(a: Analysis) -> list[dict[str, Any]]:
-    """Return the sizes and budgets that move the fit most when left out, largest moves first."""
+    """Return backtest entries for sizes and budgets that move the fit most when left out, largest first."""
     influence = a.backtest["influence"]
     if not influence or influence["most"] is None:
         return []
