@@ -1,7 +1,4 @@
-"""The full analysis of a table: three approaches, intervals, a backtest and warnings.
-
-An approach that cannot be fitted has a reason instead.
-"""
+"""The full analysis of a table: three approaches, intervals, a backtest and warnings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """FLOPs per token by model size, estimated from runs, to find optima in the table's FLOP convention.
 
-The leading 6N is fixed; attention over a fixed context grows as N^(2/3), vocabulary tables as N^(1/3).
+Attention over a fixed context grows as N^(2/3), vocabulary tables as N^(1/3).
 """
 
 from __future__ import annotations

@@ -69,13 +69,13 @@ def shades(values: Array) -> list[str]:
 
 
 def profile_curve(profile: Any) -> Series:
-    """Return points (N, loss) on a profile's fitted curve, to slightly beyond its sizes."""
+    """Return points (N, loss) on an isoFLOP profile's fitted curve, to slightly beyond its sizes."""
     N = np.geomspace(profile.N.min() / 1.15, profile.N.max() * 1.15, 80)
     return N, profile.curve(N)
 
 
 def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tuple[float, float, float], Optimum]:
-    """Return N (n,), D (d,), the law's loss (d, n) there, contour levels (low, high, step) and optima by budget."""
+    """Return N (n,) and D (d,) around the runs, the law's loss (d, n), contour levels (low, high, step) and optima."""
     n, d = (np.geomspace(values.min() / 2, values.max() * 2, 60) for values in (N, D))
     loss = np.asarray(law.predict(n[None, :], d[:, None]))
     low, high = float(loss.min()), float(np.quantile(loss, 0.97))

@@ -1,9 +1,5 @@
 """Published scaling laws, and the published runs behind some of them.
 
-from isoflop import fit
-fit.published_law("besiroglu2024")(N=70e9, D=1.4e12);  fit.published_law("llama3").optimal(3.8e25)
-runs = fit.published_runs("epoch", drop_worst=5, download=True)
-
 Laws are evaluated as their papers print them, and so differ in conventions. A split of C FLOPs has D = C / 6N; Kaplan
 et al.'s C_min is C / 2, and DeepSeek's M FLOPs per token gives N = M / 6. Sources are in constants/laws.yaml and
 constants/data.yaml.

@@ -255,7 +255,7 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
 
 
 def _averaged(frame: pd.DataFrame, source: Any) -> tuple[pd.DataFrame, list[str]]:
-    """Add losses of averaged weights as rows, if `source` has a curves.csv. Returns the table and notes."""
+    """Add losses of averaged model weights as rows, if `source` has a curves.csv. Returns the table and notes."""
     import pandas as pd
 
     from .curves.averaged import with_averages

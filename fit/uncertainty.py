@@ -38,7 +38,7 @@ def by_group(groups: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def group_labels(groups: Any, rows: int) -> np.ndarray:
-    """Return each row's group as text; without `groups`, each row is one."""
+    """Return each row's group as text; without `groups`, each row is a group."""
     labels = np.arange(rows) if groups is None else np.asarray(groups)
     if len(labels) != rows:
         raise InputError(
@@ -92,7 +92,10 @@ def independent_groups(groups: Any, free: int) -> int:
 
 
 def resampled_together(groups: Array, run_ids: Array, free: int) -> Array:
-    """Return `groups`, or `run_ids` if only these are more than `free` parameters; intervals are then too narrow."""
+    """Return `groups`, or `run_ids` if there are more runs than `free` parameters but not more groups.
+
+    Intervals are then too narrow.
+    """
     few = len(np.unique(groups)) <= free < len(np.unique(run_ids))
     return run_ids if few else groups
 
@@ -130,7 +133,7 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
 def kernel_width(errors: Array, independent: int) -> float:
     """Return a bandwidth to smooth residuals `errors` (rows,) of `independent` groups by a Gaussian kernel.
 
-    Without it, 95 % intervals of Huber fits cover 92 to 95 %.
+    Without smoothing, 95 % intervals of Huber fits cover 92 to 95 %.
     """
     spread = min(np.sqrt(np.mean(errors**2)), 1.4826 * np.median(np.abs(errors)))
     return float(KERNEL * spread * independent**-0.2)

@@ -196,7 +196,7 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
 
 
 def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
-    """Return where a rising function is zero, elementwise by bisection, or the nearer bound if nowhere."""
+    """Return where a rising function is zero between `low` and `high`, elementwise, or the nearer bound if nowhere."""
     for _ in range(70):
         middle = 0.5 * (low + high)
         above = rising(middle) > 0
@@ -253,8 +253,8 @@ def token_limited(
 ) -> Optimum:
     """Return the best N and D for `flops` with only `unique_tokens` different tokens (broadcast together).
 
-    A law of (N, D, U) values repeated tokens; for a law of (N, D), D stops at one epoch and the rest of the budget goes
-    into N. The result's `more` has the epochs.
+    A law of (N, D, U) tells what tokens beyond U are worth; for a law of (N, D), D stops at one epoch and the rest of
+    the budget goes into N. The result's `more` has the epochs.
     """
     C, U = aligned(flops=flops, unique_tokens=unique_tokens)
     flops_per_token = own_convention(law, flops_per_token)
@@ -279,13 +279,13 @@ def inference_aware(
 ) -> Optimum:
     """Return the model of a given loss that is cheapest to train and serve (Sardana et al. 2023).
 
-    `flops` counts training alone; `more` has inference_flops, total_flops, saving (over the training-optimal model of
-    the same loss), and dollars with `prices`. N and D are infinite where no model reaches the loss.
+    Its `flops` counts training alone; its `more` has inference_flops, total_flops, saving (share of the cost of the
+    training-optimal model), and dollars with `prices`. N and D are infinite where no model reaches the loss.
 
     Parameters
     ----------
     law
-        A fitted law with a curve `equal_loss`, such as E + A/N^alpha + B/D^beta.
+        A fitted law with a method `equal_loss`, such as E + A/N^alpha + B/D^beta.
     lifetime_tokens
         Tokens to be served, at 2 N FLOPs each; a token of training costs 6 N.
     loss
@@ -344,7 +344,6 @@ def search(
 
 
 def spending(flops_per_token: float | Curve) -> Curve:
-    """Return a function of N that gives FLOPs per token."""
     if callable(flops_per_token):
         return flops_per_token
     coefficient = float(positive("flops_per_token", [flops_per_token])[0])

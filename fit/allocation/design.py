@@ -60,7 +60,10 @@ def prior_widths(problem: Any) -> Array:
 
 
 def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[Basin]:
-    """Find the distinct local optima of laws fitted to the same rows; `shares` sets the total share of each law."""
+    """Find the distinct local optima of laws fitted to the same rows, with shares by likelihood.
+
+    `shares` sets each law's total.
+    """
     optima, log = list[Basin](), list[float]()
     for place, law in enumerate(laws):
         p, weights = law.problem_, law.weight_ * law._precision
@@ -102,9 +105,9 @@ class Beliefs:
         return new
 
     def observe(self, slopes: Array, trunk: int, weight: float = 1.0) -> None:
-        """Add a run to the data, given by slopes (M, k) of its log loss and its trunk's index, -1 for none.
+        """Add a run to the data, given by slopes (M, k) of its log loss, by k coordinates in M basins.
 
-        A weight of -1 removes it.
+        `trunk` is its trunk's index, or -1 for none. A weight of -1 removes it.
         """
         noise = (self.unshared if trunk >= 0 else self.unshared + self.shared) / weight
         moved = np.einsum("mij,mj->mi", self.covariance[:, :, : self.k], slopes)

@@ -145,7 +145,7 @@ class Prices(_Checked):
     ) -> Prices:
         """Return prices for serving `batch` requests at once, of `prompt` tokens read and `answer` tokens written.
 
-        The MFUs count 2 N FLOPs per token. They hold for `model` and change slowly with N.
+        The MFUs (shares of peak FLOP/s) count 2 N FLOPs per token. They hold for `model` and change slowly with N.
         """
         read = prefill(model, serve, batch, prompt).seconds_per_token
         written = decode(model, serve, batch, prompt + answer / 2.0).seconds_per_token

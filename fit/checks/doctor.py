@@ -1,7 +1,6 @@
 """Checks of a table of runs before any fit, as plain warnings.
 
 Each check maps a table to warnings that state the problem, its effect on a fit and the remedy; none for absent columns.
-Thresholds were set on published tables.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), appendix B; Besiroglu et al. 2024 (arXiv:2404.10102); Porian et al. 2024
 (arXiv:2406.19146); Haegele et al. 2024 (arXiv:2405.18392); Muennighoff et al. 2023 (arXiv:2305.16264); Li et al. 2025

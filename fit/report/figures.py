@@ -74,7 +74,10 @@ def layout(
     log_y: bool = False,
     **more: Any,
 ) -> Trace:
-    """Return a plotly layout with titles `x` and `y` and log axes over `xs` and `ys`; FLOPs read as powers of ten."""
+    """Return a plotly layout with axis titles `x` and `y`, and log axes over `xs` and `ys`.
+
+    FLOPs read as powers of ten.
+    """
     look: Trace = style("layout") | {"height": height} | more
     for axis, title, log, values in (("xaxis", x, log_x, xs), ("yaxis", y, log_y, ys)):
         look[axis] = style("axis") | (style("log") if log else {}) | {"title": {"text": title, "standoff": 12}}
