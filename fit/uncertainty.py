@@ -146,8 +146,8 @@ def wild_targets(
 
     left_out (rows,): residuals of a fit without the row's group, which give the jackknife's covariance (MacKinnon and
     White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). Their size varies at random as in
-    Student's t with `freedom` degrees. width: of Gaussian noise added for a nearly L1 objective (De Angelis, Hall and
-    Young 1993).
+    Student's t with `freedom` degrees. width: standard deviation of noise added for a nearly L1 objective (De Angelis,
+    Hall and Young 1993).
     """
     check_resampling(n, seed)
     labels, member = by_group(groups)

@@ -638,7 +638,7 @@ def few_runs(t: RunTable) -> Warnings:
 
 
 def _profiles(t: RunTable) -> Iterator[tuple[float, np.ndarray]]:
-    """Yield each FLOP budget and the mask (n,) of its runs."""
+    """Yield each FLOP budget and the mask (n,) of its runs; nothing if most runs share no budget."""
     labels, budgets = budget_levels(t.flops, t.N, t.budget)
     if not np.isfinite(t.budget).any() and (labels >= 0).mean() < 0.5:
         return  # a ladder of sizes, where runs share a budget by chance
