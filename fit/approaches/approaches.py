@@ -32,7 +32,7 @@ MOST_FREE = 6  # largest number of parameters of a form
 def fit_parametric(
     table: RunTable, N: Array, law: Law | None = None, bootstrap: int = 0, seed: int = 0
 ) -> tuple[Law | None, str]:
-    """Fit a copy of `law`, by default Chinchilla's, to runs of sizes N (n,). Returns (None, reason) on failure."""
+    """Fit a copy of `law` (default: Chinchilla's) to runs of sizes N (n,). Returns (law, "") or (None, reason)."""
     fitted = (law or law_class()()).clone()
     try:
         fitted.fit(N, table.D, table.loss, weight=table.weight, loss_se=table.known_se, flops=table.flops)
@@ -47,7 +47,7 @@ def fit_parametric(
 
 
 def law_intervals(law: Law | None) -> dict[str, Interval]:
-    """Return the interval of every constant; empty without a law or its draws."""
+    """Return the interval of every constant; empty if `law` is None or has no bootstrap draws."""
     return {} if law is None or law.draws_ is None else {name: law.interval(name) for name in law.names}
 
 
@@ -88,12 +88,12 @@ class Approach:
 
     @property
     def intervals(self) -> dict[str, Any]:
-        """Return the kind of intervals and the weights of forms, for JSON."""
+        """Return the weights of the mixture's forms and the kind of intervals, "mixture" or "noise", for JSON."""
         forms = self.mixture.weights_ if self.mixture else {}
         return {"forms": forms, "intervals": "mixture" if forms else "noise"}
 
     def answers(self, flops: Array) -> tuple[Columns, dict[str, Array | None]]:
-        """Return N, D, D/N and loss at budgets (m,), NaN if unknown, and intervals (m, 2), None without draws."""
+        """Return best N, D, D/N, loss at budgets (m,), NaN if unknown, and intervals (m, 2), None without bootstrap."""
         source = self.profiles or self.envelope
         values: Columns = {}
         draws: Columns = {}
@@ -117,7 +117,7 @@ class Approach:
         return {name: values.get(name, unknown) for name in QUANTITIES}, bands
 
     def at(self, flops: float) -> Estimate:
-        """Return the estimate at one budget."""
+        """Return the best N, D and loss at one budget."""
         values, bands = self.answers(np.array([flops]))
         fields: dict[str, Any] = {}
         for name, band in bands.items():
@@ -127,12 +127,12 @@ class Approach:
         return Estimate(float(flops), **fields, convention=convention_name(self.flops_per_token))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that do not depend on a budget, for JSON."""
+        """Return `reason` and the exponent with its interval, for JSON."""
         return {"reason": self.reason, "exponent": self.exponent, "exponent_ci": self.exponent_interval}
 
 
 def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None, bootstrap: int, seed: int) -> Approach:
-    """Fit a mixture of forms to the runs; on failure, set the approach's `reason`."""
+    """Fit a mixture of forms of law to the runs; on failure the approach holds the `reason`."""
     mixture = FormMixture(draws=min(bootstrap, DRAWS), seed=seed)
     groups = resampled_together(table.group, table.run_id, MOST_FREE)
     try:
@@ -146,7 +146,7 @@ def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None,
 
 
 def mixture_approach(mixture: FormMixture, flops_per_token: Callable[[Array], Array] | None) -> Approach:
-    """Wrap a fitted mixture as an `Approach`."""
+    """Wrap a fitted mixture of forms as an `Approach`."""
     a, low, high = mixture.size_exponent(flops_per_token=flops_per_token or 6.0)
     interval = (low, high) if mixture.draws else None
     return Approach("mixture", MIXTURE_TITLE, "", a, interval, flops_per_token=flops_per_token, mixture=mixture)
@@ -161,7 +161,7 @@ def three_approaches(
     bootstrap: int,
     seed: int,
 ) -> dict[str, Approach]:
-    """Return all three approaches by name; `fitted` is from `fit_parametric`, `counts` are N and C (n,)."""
+    """Return the three approaches by name; `fitted` is from `fit_parametric`, `counts` are N and FLOPs (n,)."""
     if bootstrap:
         profiles.bootstrap(bootstrap, seed)
         front.bootstrap(bootstrap, table.group, seed)
@@ -180,7 +180,7 @@ def parametric(
     flops_per_token: Callable[[Array], Array] | None = None,
     span: tuple[float, float] | None = None,
 ) -> Approach:
-    """Wrap a law as an `Approach`; if N*(C) is no power law, the exponent is its mean slope over `span`."""
+    """Wrap a law as an `Approach`; if the best N is no power of C, the exponent is its mean log slope over `span`."""
     title = "Approach 3 · parametric"
     if law is None:
         return Approach("parametric", title, reason=reason)

@@ -1,7 +1,6 @@
 """Backtests: predict larger-budget runs from cheaper ones, and leave out one size or one budget at a time.
 
-Errors of allocation are reported too, because a law can predict loss within one percent and still be wrong by a factor
-of two in tokens per parameter.
+A law can predict loss within one percent and miss tokens per parameter by a factor of two.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ PREDICTIONS = {"parametric": "N_predicted", "isoflop": "N_predicted_isoflop", "e
 def backtest(
     table: RunTable, profiles: IsoflopProfiles, law: Law | None, target: float, mixture: FormMixture | None = None
 ) -> dict[str, Any]:
-    """Fit the approaches to runs cheaper than each budget and predict the runs of that budget.
+    """Predict the runs of each budget, and the optimum at `target` FLOPs, by approaches fitted to cheaper runs.
 
     Returns "steps", "reason" (why a step is missing), "influence" (of `leave_one_out`), "tested" (of `_tested`) and the
-    fields of the last step, of the highest budget: loss_error (mean absolute, relative) and loss_bias (positive:
-    predicted too high), with suffix _beyond over all runs from this budget on; N and tokens_per_parameter, with suffix
-    _predicted (by approach 3), _predicted_isoflop (by approach 2) or _measured.
+    fields of the last step: loss_error (mean absolute, relative) and loss_bias (positive: predicted too high), with
+    suffix _beyond over all runs from this budget on; the best N and tokens_per_parameter, with suffix _predicted (by
+    approach 3), _predicted_isoflop (by approach 2) or _measured.
     """
     empty: dict[str, Any] = {"steps": [], "reason": "no parametric law was fitted", "influence": None, "tested": None}
     if law is None:
@@ -72,8 +71,8 @@ def backtest(
 def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array, target: float) -> dict[str, Any]:
     """Refit the law without each size and without each budget: {"left_out": [...], "most": ...}.
 
-    `moves` are changes of exponents, log N and log D/N relative to the full fit's intervals. "most" is the entry with
-    the largest move (of log N without intervals).
+    `moves` are changes of exponents and, at `target` FLOPs, of the best log N and log D/N, relative to the full fit's
+    intervals. "most" is the entry with the largest move (of log N without intervals).
     """
     # Number the rungs by rising N.
     order = np.argsort(table.N, kind="stable")
@@ -114,7 +113,7 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
 
 
 def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Array]:
-    """Return labels (n,) and FLOPs of budgets, or of bins if the table has fewer than two budgets or too many."""
+    """Return the index of each run's budget, (n,), and the budgets in FLOPs, or bins if these are too few or many."""
     if 2 <= len(profiles.budgets_) <= MOST_BUDGETS:
         return profiles.labels_, profiles.budgets_
     labels = binned_levels(table.flops, COARSE_BIN)
@@ -142,7 +141,7 @@ def _step(
     full: Law,
     target: float,
 ) -> dict[str, Any]:
-    """Return the predictions for the held-out runs by approaches fitted to the cheap runs."""
+    """Compare `held` runs of one budget with predictions by fits to `cheap` ones; `full` is the law of all runs."""
     step: dict[str, Any] = {
         "held_out_flops": budget,
         "runs_fitted": len(cheap),
@@ -182,7 +181,7 @@ def _errors(law: Law, runs: RunTable) -> dict[str, Any]:
 
 
 def _by_law(law: Law, cheap: RunTable, beyond: RunTable, resample: bool) -> dict[str, Any]:
-    """Return the errors of the law on all larger budgets, and its 95 % coverage."""
+    """Return the law's relative errors on the runs `beyond`, and with `resample` the share inside 95 % intervals."""
     ends = None
     if resample:
         with suppress(InputError):
@@ -194,7 +193,7 @@ def _by_law(law: Law, cheap: RunTable, beyond: RunTable, resample: bool) -> dict
 
 
 def _by_mixture(mixture: FormMixture) -> list[dict[str, Any]]:
-    """Return the errors of the mixture beyond each cut-off, from the farthest to the nearest."""
+    """Return the relative errors of mixtures on runs above each cut-off in FLOPs, fitted below it; lowest first."""
     tests = []
     for k in reversed(range(len(mixture.cut_offs_))):
         cut, earlier = mixture.cut_offs_[k], mixture.before(k)
@@ -215,9 +214,9 @@ def _ahead(fitted: int, top: float, flops: Array, loss: Array, predicted: Array,
 def _tested(steps: list[dict[str, Any]], ahead: list[dict[str, Any]], mixed: bool) -> dict[str, Any] | None:
     """Summarise the predictions of all steps.
 
-    "ahead" has for each step the FLOPs and number of runs fitted, the factor by which each predicted run is larger, its
-    relative error, and the share inside the intervals. "size_error": root mean square error of log N* of each approach,
-    over steps where all have one; "best" has the lowest.
+    "ahead" has for each step the number of runs fitted and their largest FLOPs, for each predicted run the factor by
+    which its FLOPs are larger and the relative error, and the share inside the intervals. "size_error": root mean
+    square error of each approach's best log N, over steps where all have one; "best" has the lowest.
     """
     approaches = {key: name for key, name in PREDICTIONS.items() if any(step[name] for step in steps)}
     sized = [step for step in steps if step["N_measured"] and all(step[name] for name in approaches.values())]
@@ -255,13 +254,13 @@ def _identifies(law: Law, runs: RunTable) -> bool:
 
 @np.errstate(all="ignore")  # a term that vanished gives zeros and infinities
 def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, Array]:
-    """Return exponents and the optimum at the target for `constants`, each (refits,)."""
+    """Return exponents and the best N, D/N and loss at `target` FLOPs, each (refits,)."""
     N, D, loss = (values[0] for values in unlimited(law, constants, np.array([[target]]), own_convention(law)))
     exponents = {name: constants[name] for name in law.exponent_names}
     return exponents | {"N": N, "tokens_per_parameter": D / N, "loss": loss + 0.0 * N}
 
 
 def _logs(answers: dict[str, Array]) -> dict[str, Array]:
-    """Return the exponents, log N and log D/N of `answers`."""
+    """Return exponents, log N and log D/N from `_answers`."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return {name: np.log(values) if name in SIZES else values for name, values in answers.items() if name != "loss"}

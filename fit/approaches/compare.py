@@ -1,12 +1,10 @@
 """A variant against its base: the factor in compute that the base needs for the variant's loss, with its interval.
 
-Two laws are fitted as one. With F FLOPs per token and D tokens, so that C = F D, the variant has the law of
-`laws/gamma.py`, L(F, D) = E + ((A / F^alpha)^(1/g) + (B / D^beta)^(1/g))^g, and the base has it at F / kF and D / kD,
-where kF kD = K (C / C0)^trend is the multiplier. Errors of the form are common to both and cancel.
+Two laws are fitted as one. With F FLOPs per token and D tokens, so that C = F D, the variant has the law L(F, D) of
+`laws/gamma.py`, and the base has it at F / kF and D / kD, where kF kD = K (C / C0)^trend is the multiplier.
 
-Clusters (one size and seed of both sides) are too few for a bootstrap. The interval is Student's, with the bias-reduced
-variance of clusters and the degrees of freedom of Bell and McCaffrey (2002); see Pustejovsky and Tipton (2018),
-arXiv:1601.01981.
+Clusters (one size and seed of both sides) are few, so intervals are Student's, with the bias-reduced variance and the
+degrees of freedom of Bell and McCaffrey (2002); see Pustejovsky and Tipton (2018), arXiv:1601.01981.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class Comparison:
 
     @property
     def sentences(self) -> list[str]:
-        """Return sentences on the multiplier, the treatment of E, and which further runs would show more."""
+        """Return sentences on the multiplier, whether the laws share E, and how many more seeds are needed."""
         middle, other, title = self.multipliers[1], self.otherwise, f"{self.variant} against {self.base}"
         multiplier = _with_interval(middle.value, middle.ci)
         answer = f"{title}: at {scientific(middle.flops)} FLOPs of {self.base} the compute multiplier is {multiplier}"
@@ -116,7 +114,7 @@ def compare(
     """Estimate how many times the FLOPs of `variant` the base needs for the same loss.
 
     `targets` are further budgets, in FLOPs of the base. Runs are paired by size and column `seed`. Raises InputError if
-    both sides share a run, or one has fewer than two sizes or D.
+    both sides share a run or differ in held-out text, or one has fewer than two N or D.
     """
     if shared_runs := sorted({*base.run_id} & {*variant.run_id}):
         raise InputError(
@@ -160,7 +158,7 @@ def compare(
 
 
 def decoding(runs: RunTable) -> Spread | None:
-    """Return seconds per generated token of the largest size: lowest, median, highest."""
+    """Return the lowest, median and highest seconds per generated token of the largest size, None if unknown."""
     seconds = [value for value in runs.column("decode_seconds")[runs.N.max() == runs.N].tolist() if value > 0]
     return (min(seconds), float(np.median(seconds)), max(seconds)) if seconds else None
 
@@ -232,7 +230,7 @@ class _Rows:
         self.noise = max(math.sqrt((squares / (runs[runs > 1] - 1)).mean()), 1e-6) if len(squares) else NOISE
 
     def more_seeds(self, error: float | None, freedom: float) -> int | None:
-        """Return how many more seeds are needed to detect a difference of SEEN, None if too many or unknown."""
+        """Return how many more seeds show a difference of SEEN, with this `error` now; None if too many or unknown."""
         if error is None:
             return None
         seeds = np.arange(self.seeds, MOST_SEEDS)
@@ -281,7 +279,7 @@ class _Joint:
             self.meat.append((members, (vectors * inverse) @ vectors.T, residual[members]))
 
     def estimate(self, value: Callable[[Array], float]) -> Estimated:
-        """Evaluate `value` at the fitted coordinates; return it, its standard error and degrees of freedom."""
+        """Evaluate a function of coordinates at the fit; return its value, standard error and degrees of freedom."""
         center = value(self.at_)
         if self.rows.reason or not math.isfinite(center):
             return center, None, math.inf
@@ -296,7 +294,7 @@ class _Joint:
         return center, math.sqrt(variance), float(moments.sum() ** 2 / (moments**2).sum())
 
     def at(self, c: float) -> Multiplier:
-        """Return the multiplier at a budget of the base, given as its centred log."""
+        """Return the multiplier at c, the base's log FLOPs minus the runs' mean."""
         inside = self.rows.c.min() - 1e-9 <= c <= self.rows.c.max() + 1e-9
         seconds: tuple[float | None, Interval | None] = (None, None)
         if self.rows.speed is not None:
@@ -308,7 +306,7 @@ class _Joint:
 
 
 def both_laws(q: Array, rows: _Rows) -> tuple[Array, Array]:
-    """Return the log loss of every row (n,) and its derivatives by the coordinates q, (n, k)."""
+    """Return the log loss (n,) of the runs of both sides, and its derivatives by the coordinates q, (n, k)."""
     E, A, alpha, B, beta, gamma, m, trend, w, gap = (Jet(value, {i: 1.0}) for i, value in enumerate(q))
     z = rows.of_base
     X = rows.x - z * (0.5 * m + w + trend * rows.x)
@@ -320,9 +318,9 @@ def both_laws(q: Array, rows: _Rows) -> tuple[Array, Array]:
 
 
 def log_multiplier(q: Array, c: float) -> float:
-    """Return the log multiplier at a budget of the base, c its centred log; -inf if the loss is never reached.
+    """Return the log multiplier at c, the base's log FLOPs minus the runs' mean; -inf if the loss is never reached.
 
-    Above E the best loss is a power law of compute, log R = h - s c (Hoffmann et al. 2022, equation 4, without gamma).
+    The best loss at each budget is from equation 4 of Hoffmann et al. 2022, without gamma.
     """
     E, A, alpha, B, beta, gamma, m, trend, _, gap = q[: len(CENTRE)]
     a, b, g = math.exp(alpha), math.exp(beta), math.exp(gamma)

@@ -1,6 +1,6 @@
 """Fits under each count of parameters and FLOPs that a table has, for comparison.
 
-The convention alone changes the exponent of N*(C) from 0.5 to 0.7 and more on the same runs.
+The convention alone can change the exponent of N*(C) from 0.5 to 0.7.
 
 Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Pearce and Song 2024 (arXiv:2406.12907); Porian et al. 2024
 (arXiv:2406.19146).
@@ -42,7 +42,7 @@ class ConventionRow:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the convention and the answers at the first target, for JSON."""
+        """Return the convention, and each approach's results at the first target, for JSON."""
         shown = ("N", "D", "tokens_per_parameter", "loss", "N_ci", "tokens_per_parameter_ci")
         answers = {}
         for key, approach in self.approaches.items():
@@ -77,8 +77,8 @@ def by_convention(
 ) -> list[ConventionRow]:
     """Fit the approaches under every pair of a parameter count and a FLOP count of the table.
 
-    FLOP counts are 6ND and, if they differ, `flops_exact` or else the table's. Arguments are as in `analyze`; own (n,):
-    FLOPs as answers count them, by default the table's.
+    FLOP counts are 6ND and, if different, `flops_exact` or else the table's; those equal to `own` (n,), by default the
+    table's, are marked. Other arguments are as in `analyze`.
     """
     own = table.flops if own is None else own
     counts = {name: table.column(name) for name in PARAMETERS if name in table.frame}
@@ -118,7 +118,8 @@ def read_off(
 ) -> tuple[IsoflopProfiles, Envelope, float]:
     """Fit isoFLOP profiles and an envelope with N and C (n,) as sizes and FLOPs.
 
-    Also returns the largest factor on D that moved a run to a common budget.
+    If C differs within a budget, D is scaled to one C, and `mover` (sizes, their law) adjusts losses. Also returns the
+    largest factor on D.
     """
     budget, factor = _shared_budgets(table, C)
     largest = float(np.exp(np.abs(np.log(factor)).max()))
@@ -135,7 +136,7 @@ def read_off(
 
 
 def _shared_budgets(table: RunTable, C: Array) -> tuple[Array, Array]:
-    """Return the budget of each run (NaN: none) and the factor on D that moves it there, both (n,)."""
+    """Return each run's budget, counted as in C (NaN: none), and the factor on D that leads to it, both (n,)."""
     labels, levels = budget_levels(table.flops, table.N, table.budget)
     budget = np.full(len(C), np.nan)
     if _same(C, table.flops):

@@ -1,7 +1,6 @@
 """The compute-efficient envelope (approach 1): the best run at each level of compute, and power laws through them.
 
-Points are finished runs, because a loss before the decay is too high. Hoffmann et al. 2022 (arXiv:2203.15556), section
-3.1.
+Hoffmann et al. 2022 (arXiv:2203.15556), section 3.1.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Envelope:
     def fit(
         self, N: ArrayLike, D: ArrayLike, loss: ArrayLike, flops: ArrayLike, budget: ArrayLike | None = None
     ) -> Envelope:
-        """Fit to finished runs, columns (n,). Raises InputError for values not positive and finite."""
+        """Fit to finished runs (n,), `budget` in FLOPs."""
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         same_length(N=N, D=D, loss=loss, flops=flops)
         labels, levels = budget_levels(flops, N, budget)
@@ -42,7 +41,7 @@ class Envelope:
         return self
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0) -> Envelope:
-        """Refit the laws to `n` resamples of whole runs; `groups` (points,) labels the runs."""
+        """Refit the laws to `n` resamples of whole runs; those with one label in `groups` (runs,) stay together."""
         if self.N_law_ is None:
             return self
         counts = cluster_counts(np.arange(len(self._labels)) if groups is None else groups, n, seed)
@@ -58,7 +57,10 @@ class Envelope:
         return self
 
     def _winners(self, counts: Array, jitter: np.random.Generator | None = None) -> tuple[Array, int]:
-        """Return flops, N, D and loss (4, draws, levels) of the best runs, and how many of extreme size it omits."""
+        """Find the best run of each compute level in resamples, `counts` (draws, n).
+
+        Returns flops, N, D and loss (4, draws, levels), and how many of extreme size are left out.
+        """
         N, D, loss, flops = self._points
         levels = np.unique(self._labels[self._labels >= 0])
         best, ends = np.full((4, len(counts), len(levels)), np.nan), np.zeros((2, len(counts), len(levels)))

@@ -42,7 +42,7 @@ class ExpertStudy:
 def expert_columns(runs: RunTable) -> Columns:
     """Return N_active, N_total, D, loss and experts, each (n,). Raises InputError if a column is missing.
 
-    experts is the number per layer over the number per token; it may be missing in dense runs.
+    experts is the number per layer over the number used per token, 1 for dense runs.
     """
     for name in ("N_active", "N_total", "experts"):
         if not np.isfinite(runs.column(name)).any():
@@ -61,7 +61,7 @@ def held_out(law: ExpertLaw, columns: Columns, out: np.ndarray) -> Array:
 
 
 def by_experts(runs: RunTable, targets: tuple[float, ...], bootstrap: int = 0, seed: int = 0) -> ExpertStudy | None:
-    """Fit laws of experts to a table; return None if no run has N_active below N_total."""
+    """Fit laws of mixtures of experts, with answers at `targets` FLOPs; return None if all runs are dense."""
     if not (runs.column("N_active") < ACTIVE * runs.column("N_total")).any():
         return None
     try:

@@ -1,8 +1,8 @@
 """IsoFLOP profiles (approach 2): the best size of each budget from a curve in log N, and N*(C), D*(C) through them.
 
-The valley, of one shape for all budgets, has the lowest errors on hidden budgets (docs/benchmarks.md). The parabola has
-the least noise and is biased for skewed profiles; Akima's interpolant follows any shape with six times that noise.
-Sizes are chosen, not sampled, so the bootstrap is parametric: it adds noise to losses.
+The valley, of one shape for all budgets, has the lowest errors (docs/benchmarks.md). The parabola has the least noise
+but is biased for skewed profiles; Akima's interpolant has six times that noise. The bootstrap adds noise to losses,
+because sizes are chosen, not sampled.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146); Akima 1970 (J. ACM 17).
 """
@@ -123,7 +123,7 @@ def _valley(a: Array, b: Array, c: Array) -> Array:
 
 
 def _local_contrasts(knots: Array, weight: Array) -> Array:
-    """Return weights of unit variance, (windows, knots), that annul parabolas through NEIGHBOURS knots."""
+    """Return coefficients (windows, knots) of sums over NEIGHBOURS knots, zero for parabolas and of unit variance."""
     rows = np.zeros((max(len(knots) - NEIGHBOURS + 1, 0), len(knots)))
     for first in range(len(rows)):
         window = slice(first, first + NEIGHBOURS)
@@ -163,7 +163,7 @@ class IsoflopProfile:
 
     @property
     def shape(self) -> Curve | Valley:
-        """Return the fitted valley, or else the method's own curve."""
+        """Return the fitted valley if there is one, else the method's own curve."""
         return self.valley or self.own_curve
 
     @property
@@ -190,7 +190,7 @@ class IsoflopProfile:
 
 
 def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
-    """Add the vertex to a profile, or the reason why there is none."""
+    """Return the profile with its vertex (minimum), or the reason why there is none."""
     sizes = len(np.unique(np.round(np.log(bare.N), SAME_SIZE)))
     _, needed, what = METHODS[bare.method]
     if sizes < needed:
@@ -209,7 +209,7 @@ def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
 
 
 def _edge(profile: IsoflopProfile, N_best: float) -> str:
-    """Return why the sizes do not enclose a vertex, empty if they do."""
+    """Return why the sizes do not enclose the minimum at N_best; empty if they do."""
     sizes = np.unique(profile.N)
     if profile.method != "akima" and not sizes[0] < N_best < sizes[-1]:
         side = "smaller" if N_best <= sizes[0] else "larger"
@@ -223,14 +223,14 @@ def _edge(profile: IsoflopProfile, N_best: float) -> str:
 
 
 def tokens_at(profile: IsoflopProfile, N: Array) -> Array:
-    """Interpolate D of this budget at sizes N, by a quadratic through the runs."""
+    """Interpolate the profile's D at sizes N, by a quadratic through the runs in logarithms."""
     u, at = np.log(profile.N / profile.N0), np.log(N / profile.N0)
     c = np.linalg.lstsq(np.stack([np.ones_like(u), u, u**2], 1), np.log(profile.D), rcond=None)[0]
     return np.exp(c[0] + c[1] * at + c[2] * at**2)
 
 
 def vertex_variance(profiles: list[IsoflopProfile]) -> Array:
-    """Return the variance of log N of each vertex, from the quartiles of its draws."""
+    """Return the variance of each vertex's log N, from the quartiles of its bootstrap draws."""
     quartiles = np.array([np.nanpercentile(np.log(p.N_draws), [25, 75]) for p in profiles])  # type: ignore[arg-type]
     return (np.diff(quartiles, axis=1).ravel() / 1.349) ** 2 + 1e-12
 
@@ -264,7 +264,7 @@ class IsoflopProfiles:
         budget: ArrayLike | None = None,
         weight: ArrayLike | None = None,
     ) -> IsoflopProfiles:
-        """Fit to runs (n,). `budget` is the budget of each (NaN: none), by default from `flops`.
+        """Fit to n runs. `budget` is each one's FLOP budget (NaN: none), by default from `flops`.
 
         Raises InputError for values not positive and finite.
         """
@@ -293,7 +293,7 @@ class IsoflopProfiles:
         return self
 
     def bootstrap(self, n: int = 1000, seed: int = 0) -> IsoflopProfiles:
-        """Draw every vertex and law `n` times, unless the residual spread is unknown."""
+        """Draw every vertex and law `n` times with noise on losses, unless its size is unknown."""
         check_resampling(n, seed)
         if self.noise == "spread" and self.freedom_ < 1:
             return self
@@ -354,7 +354,7 @@ class IsoflopProfiles:
             self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in accepted], 1))
 
     def _line(self, accepted: list[IsoflopProfile]) -> tuple[Array, Array, Array]:
-        """Fit N*(C) of valleys as a line in log-log; return the design matrix, level and slope, and covariance."""
+        """Fit the valleys' log N as a line in log FLOPs; return the design matrix, level and slope, and covariance."""
         prior = read_constants("forecast")["isoflop"]
         t, y = (np.log([getattr(p, name) for p in accepted]) for name in ("flops", "N_best"))
         X = np.stack([np.ones_like(t), t - t[-1]], 1)
@@ -380,7 +380,7 @@ class IsoflopProfiles:
 
 
 def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tuple[np.ndarray, Array]:
-    """Return the label (n,) of each run's budget, -1 for none, and the budgets in rising order."""
+    """Return each run's index (n,) into the rising budgets, -1 for none, and these, by default from close FLOPs."""
     labels = np.full(len(flops), -1)
     named = np.asarray(np.nan if budget is None else budget, dtype=np.float64)
     is_named = np.isfinite(named)
@@ -409,13 +409,13 @@ def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tu
 
 
 def binned_levels(flops: Array, width: float) -> np.ndarray:
-    """Label runs (n,) by bins of `width` decades of FLOPs, for tables without budgets."""
+    """Number the runs (n,) by bins of `width` decades of FLOPs, for tables without budgets."""
     log = np.log10(flops)
     return np.unique(np.floor((log - log.min()) / width).astype(int), return_inverse=True)[1].ravel()
 
 
 def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
-    """Return the relative residual spread over all profiles and its degrees of freedom (Satterthwaite)."""
+    """Return the runs' relative standard deviation about their curves, and its degrees of freedom (Satterthwaite)."""
     total = trace = square = 0.0
     for profile in profiles:
         if profile.has_curve:
@@ -429,6 +429,6 @@ def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
 
 
 def _precision(variance: Array, scatter: float) -> Array:
-    """Return weights of log vertices; the median variance is added because each comes from few sizes."""
+    """Return weights of the vertices' log N, 1 / (variance + median variance + scatter^2), scaled to at most 1."""
     weight = 1.0 / (variance + np.median(variance) + scatter**2)
     return np.asarray(weight / weight.max())

@@ -32,7 +32,7 @@ class RecipeLaw:
 
     @property
     def cached(self) -> float:
-        """Return the most bytes that a decoder of these runs caches per token; NaN if unknown."""
+        """Return the most bytes per token that these runs' models cache while generating; NaN if unknown."""
         return float(self.table.column("kv_bytes").max())
 
     @property
@@ -40,7 +40,7 @@ class RecipeLaw:
         return decoding(self.table)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the law, its answer and the comparison, for JSON."""
+        """Return the law, its best N and loss, and the comparison, for JSON."""
         law, e = self.law, self.estimate
         return {
             "recipe": self.recipe,
@@ -62,12 +62,12 @@ class RecipeLaw:
 
 
 def kinds(runs: RunTable) -> str:
-    """Return what reports call the groups of runs: "variants" or "data recipes"."""
+    """Return what reports call runs that differ in this way: "variants" or "data recipes"."""
     return "variants" if "variant" in runs.frame else "data recipes"
 
 
 def split(runs: RunTable) -> dict[str, RunTable]:
-    """Split runs by recipe or variant. The base is first: `raw` or `base`, else the first in the table."""
+    """Split runs by recipe or variant. The base is first: the one named `raw` or `base`, else the table's first."""
     base = BASE if "variant" in runs.frame else RAW
     if COLUMN not in runs.frame:
         return {base: runs}
@@ -104,7 +104,7 @@ def by_recipe(
 
 
 def sentences(laws: Sequence[RecipeLaw]) -> list[str]:
-    """Describe each recipe's comparison with the base, or why there is none, in a paragraph."""
+    """Return a paragraph on each recipe after the base: its comparison with the base, or why there is none."""
     return [
         " ".join(recipe.comparison.sentences)
         if recipe.comparison

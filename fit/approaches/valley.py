@@ -41,7 +41,7 @@ class Valley:
 
 
 def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
-    """Fit valleys to isoFLOP profiles; return them, the noise of a log loss, and its degrees of freedom."""
+    """Fit valleys to isoFLOP profiles; return them, a log loss's standard deviation, and its degrees of freedom."""
     from scipy.optimize import least_squares
 
     if not profiles:
@@ -90,6 +90,6 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
 
 
 def _rise(v: Any, p: Any, q: Any) -> Any:
-    """Return the relative rise of the loss at v above the floor, for arrays or jets."""
+    """Return the rise of log loss above the floor at v = log(N / best N) and steepness 1."""
     v = np.minimum(np.maximum(v, -FAR), FAR)
     return (q * np.exp(-p * v) + p * np.exp(q * v)) / (p + q) - 1.0
