@@ -21,10 +21,10 @@ SLOPE = 0.005  # prior standard deviation of the gap's slope, in log loss per e-
 
 
 def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Add a row to `table` for each useful loss of averaged weights. Returns the table and a note on these rows.
+    """Add a row to `table` for each usable loss of averaged weights. Returns the table and a note on these rows.
 
-    Log losses of an average and of a cooldown from the same step differ by a + b log D, fitted to all cooldowns. The
-    averaging span with the lowest left-out error is used. `loss_se` includes the error of the gap.
+    Log losses of an average and of a cooldown from the same step differ by a gap a + b log D, fitted to all cooldowns.
+    Of several averages, that with the lowest left-out error is used. `loss_se` includes the error of the gap.
     """
     import pandas as pd
 
@@ -75,7 +75,7 @@ def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFra
 
 
 def _gaps(name: str, long: dict[str, pd.DataFrame], cooled: pd.DataFrame) -> tuple[Array, Array]:
-    """Return log D of each cooldown, and the log ratio of the averaged loss to the cooldown's."""
+    """Return, for each cooldown, log D and the log of its trunk's averaged loss (column `name`) over its own loss."""
     pairs = []
     for _, run in cooled.iterrows():
         curve = long[run["trunk"]][["tokens", name]].dropna()
@@ -87,14 +87,14 @@ def _gaps(name: str, long: dict[str, pd.DataFrame], cooled: pd.DataFrame) -> tup
 
 
 def _line(log_D: Array, gap: Array) -> tuple[float, float]:
-    """Fit gap = offset + slope log D, with a prior that holds the slope near zero. Returns offset and slope."""
+    """Fit gap = offset + slope log D, the slope with a prior of mean 0 and width SLOPE. Returns offset and slope."""
     x, spread = log_D - log_D.mean(), max(float(np.std(gap)), 1e-6)
     slope = float(x @ gap / (x @ x + (spread / SLOPE) ** 2))
     return float(gap.mean() - slope * log_D.mean()), slope
 
 
 def _left_out_error(log_D: Array, gap: Array) -> float:
-    """Return the root mean square error of gaps that are predicted from the others."""
+    """Return the root mean square error of each gap predicted from a line through the others."""
     if len(gap) < 2:
         return np.inf
     errors = []

@@ -1,9 +1,8 @@
 """`CurveLaw`: the loss after every step, for any schedule of the learning rate and any size.
 
-Fits minimise Huber's function of log loss. Neighbours in a curve are correlated, so errors come from leaving out whole
-runs or, with few runs, blocks as long as the correlation of residuals. Predictions also include the errors of the last
-losses of left-out runs, and the disagreement of the forms. A form's weight is the quality of its fit to the power of
-half the number of different schedules, because its error on a schedule is the same in every run.
+Fits minimise Huber's function of log loss. Errors come from leaving out whole runs or, with few runs, blocks as long as
+the correlation of residuals, from the last losses of left-out runs, and from the disagreement of the forms, weighted by
+the quality of their fits to the power of half the number of schedules.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class CurveLaw:
     """A law of whole loss curves: `form` is "multi-power", "annealing" or "functional".
 
     Steps before lr first reaches its maximum, and a share `warm` of a run's steps after them, are left out. Between
-    sparse rows lr is linear in step; give `schedules` if it is not. Curves of one size give a law without N. With
-    `fading`, unlike in the papers, the gain of a cooldown may change with training (constant d).
+    rows lr is linear in step, unless given as `schedules`. Curves of one size give a law without N. With `fading`,
+    unlike in the papers, the gain of a cooldown may change with training (constant d).
 
     After fit: constants_ (in the papers' units), effective_points_, correlation_length_ (points), cooldown_seen_,
     noise_ (standard deviation of a last log loss).
@@ -46,7 +45,7 @@ class CurveLaw:
         self.warm = warm
 
     def fit(self, curves: pd.DataFrame, schedules: Mapping[Any, Any] | None = None) -> CurveLaw:
-        """Fit to a DataFrame of run, step, lr, loss[, N]. `schedules`: run -> exact lr of its steps 1..T."""
+        """Fit to a DataFrame with columns run, step, lr, loss[, N]. `schedules`: run -> exact lr of its steps 1..T."""
         return self.fit_runs(curves_of(curves, schedules))
 
     def fit_runs(self, curves: list[Curve]) -> CurveLaw:
@@ -55,7 +54,7 @@ class CurveLaw:
         return self
 
     def _fit_curves(self, curves: list[Curve]) -> CurveLaw:
-        """Fit to curves whose warm-up is left out."""
+        """Fit to curves from which the warm-up was removed."""
         runs = [run for run in curves if len(run.steps)]
         if not runs:
             raise InputError("every loss is from the warm-up, which is left out; give longer curves.")
@@ -97,7 +96,7 @@ class CurveLaw:
         return float(loss[0]), float(low[0]), float(high[0])
 
     def best_schedule(self, steps: int, peak: float, N: float | None = None, warmup: int = 0) -> Array:
-        """Return rates (steps,), falling from `peak` after `warmup`, with the lowest last loss (Luo et al. 2025)."""
+        """Return rates (steps,), up to `peak` in `warmup` and then down, of the lowest last loss (Luo et al. 2025)."""
         from scipy.optimize import minimize
 
         if not (steps > max(warmup, 0) + 1 and peak > 0):
@@ -147,7 +146,7 @@ class CurveLaw:
         return losses(self._form, self._make_design([query], fine=True), self._values(self._theta))[0]
 
     def _disagreement(self, query: tuple[Array, np.ndarray, float | None], value: Array) -> Array:
-        """Return the weighted sum over the other forms of squared distances from `value` in log loss, (rows,)."""
+        """Return the weighted sum of squared distances between other forms' log losses and `value`, (rows,)."""
         if not self.cooldown_seen_:
             return np.zeros_like(value)
         if self._rivals is None:
@@ -180,7 +179,7 @@ class CurveLaw:
         }
 
     def _log_losses(self, theta: Array, d: Design) -> tuple[Array, Array]:
-        """Return log losses (rows,) and their derivatives (rows, constants)."""
+        """Return log losses (rows,) at coordinates theta, and their derivatives by theta, (rows, constants)."""
         values = self._values(theta)
         loss, by = losses(self._form, d, values, slopes=True)
         safe = np.maximum(loss, 1e-3 * np.exp(self._target.min()))
@@ -212,7 +211,7 @@ class CurveLaw:
         self._misfit = float(np.mean(residuals_and_slopes(self._theta)[0] ** 2)) + 1e-16
 
     def _starts(self, constants: list[Constant]) -> list[Array]:
-        """Return start points of the fit, in its coordinates."""
+        """Return start points of the fit: constants, or their logarithms."""
         scale = float(np.exp(self._target.min()))
         amplitudes = {"E": 0.8, "F": 0.2, "A": 0.2, "B": 0.1}
         starts = []
@@ -250,7 +249,7 @@ class CurveLaw:
         self.noise_ = float(np.sqrt(max(np.mean(products), np.mean([np.mean(residual[end] ** 2) for end in ends]))))
 
     def moved(self, left_out: slice | Array) -> Array:
-        """Estimate by one Gauss-Newton step how the fitted coordinates change without the rows `left_out`."""
+        """Estimate the change of theta if the rows `left_out` are removed, by one Gauss-Newton step."""
         _, slope, residual, weight, normal = self._fit
         J, w = slope[left_out], weight[left_out]
         return -np.linalg.solve(normal - J.T @ (w[:, None] * J), J.T @ (w * residual[left_out]))
@@ -267,7 +266,7 @@ class CurveLaw:
 
 
 def memory(runs: list[Array]) -> float:
-    """Return how many correlated residuals are worth one independent one: 1 + 2 sum of autocorrelations (Geyer)."""
+    """Return how many successive residuals count as one independent one: 1 + 2 sum of autocorrelations (Geyer)."""
     longest = max(len(run) for run in runs)
     power = sum(float(run @ run) for run in runs)
     if power <= 0:
@@ -293,6 +292,6 @@ def _blocks(part: slice, length: float) -> list[slice]:
 
 
 def _falls(lr: Array) -> bool:
-    """Return whether the rate falls far enough after its maximum to learn from."""
+    """Return whether the rate falls from its maximum by more than the share SEEN."""
     peak = float(lr.max())
     return bool(lr[int(np.argmax(lr)) :].min() < peak * (1 - SEEN))

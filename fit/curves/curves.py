@@ -29,7 +29,7 @@ class Curve:
     N: float | None = None
 
     def past_warmup(self, warm: float = WARM) -> Curve:
-        """Leave out losses until lr first reaches its maximum, and in a further share `warm` of all steps."""
+        """Return the curve without losses until lr reaches its maximum and in a further share `warm` of all steps."""
         keep = self.steps > int(np.argmax(self.lr >= self.lr.max() * (1 - 1e-9))) + warm * len(self.lr)
         return Curve(self.run, self.lr, self.steps[keep], self.loss[keep], self.N)
 
@@ -50,7 +50,7 @@ def read_curves(path: str | Path) -> pd.DataFrame:
 
 
 def named(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table with columns run, step, lr and loss, which is val_loss if there is one."""
+    """Return a copy with columns run, step, lr and loss, which is taken from val_loss if that has values."""
     if not isinstance(table, pd.DataFrame):
         raise InputError(f"curves is a {type(table).__name__}; a DataFrame with run, step, lr and loss is needed.")
     table = table.rename(columns={a: b for a, b in NAMES.items() if a in table and b not in table}).copy()
@@ -77,7 +77,7 @@ def curves_of(table: pd.DataFrame, schedules: Mapping[Any, Any] | None = None) -
 
 
 def checked_schedule(lr: Any, what: str) -> Array:
-    """Check the rates of steps 1..T, and name `what` in errors. Returns them as an array."""
+    """Return the rates of steps 1..T as a checked array; errors name `what`."""
     try:
         lr = floats(lr)
     except (TypeError, ValueError):
@@ -142,10 +142,10 @@ def schedule_points(lr: Any, tolerance: float = 2e-3) -> tuple[list[float], list
 
 
 def collapse(curves: pd.DataFrame, floor: float | None = None) -> pd.DataFrame:
-    """Return the distance of each run's normalised curve from the median; curves coincide if sizes are tuned alike.
+    """Return how far each run's normalised curve is from the median; curves coincide if sizes are tuned alike.
 
     Compares (loss - floor) / (final - floor) at equal shares of steps (Qiu et al. 2025), for runs of one shape of
-    schedule. Indexed by run: deviation (root mean square of the log), noted (stands out).
+    schedule. Indexed by run: deviation (root mean square of log ratios), noted (stands out).
     """
     runs = curves_of(curves)
     floor = 0.0 if floor is None else float(floor)

@@ -37,7 +37,10 @@ class Design:
 
 
 def features(lr: Array, steps: np.ndarray, rises: bool, fine: bool, stride: float) -> tuple[Any, ...]:
-    """Return `Design`'s area, `between` and pairs for one curve; with `rises` warm-up is a negative drop."""
+    """Return `Design`'s area, `between` and pairs for one curve; with `rises` warm-up is a negative drop.
+
+    `fine` takes more segments, `stride` is the steps per entry of lr.
+    """
     segments = SEGMENTS * (6 if fine else 1)
     total = np.concatenate([[0.0], np.cumsum(lr) * stride])  # before step 1, after it, …
     drops = -np.diff(lr, prepend=0.0 if rises else lr[0])
@@ -88,7 +91,7 @@ def design(
     fine: bool = False,
     stride: float = 1.0,
 ) -> Design:
-    """Return the `Design` of curves (lr in the law's unit, steps, size); `stride` is the steps per entry of lr."""
+    """Return the `Design` of curves (lr in the law's unit, steps, size), with sums of rates in units of `horizon`."""
     parts = [features(lr, steps, rises, fine, stride) for lr, steps, _ in curves]
     starts = np.cumsum([0, *(part[1].shape[1] for part in parts)])
     ends = np.cumsum([0, *(len(part[0]) for part in parts)])
@@ -107,7 +110,7 @@ def design(
 
 
 def _edges(varied: Array, drops: Array, segments: int, knots: np.ndarray) -> np.ndarray:
-    """Return the steps 0..last at which segments of a schedule begin and end."""
+    """Return the steps that bound segments of similar change of rate; `varied` sums |drops| before each step."""
     last = int(knots[-1])
     if last <= 4 * segments or not varied[-1] > 0:
         return np.arange(last + 1) if varied[-1] > 0 else knots

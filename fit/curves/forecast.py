@@ -20,9 +20,9 @@ YOUNG = 0.02  # share of a run's steps below which its deviation is ignored
 def forecast_final(curves: pd.DataFrame, planned: Mapping[Any, Any], level: float = 0.95) -> pd.DataFrame:
     """Predict the last losses of the runs in `planned` (run -> lr of all steps 1..T) that have not reached step T.
 
-    One law is fitted to all curves, and each run keeps a share of its deviation from it. Intervals come from the errors
-    for finished runs, cut where the unfinished one is now. Indexed by run: loss, low, high, seen (share of steps),
-    reason (empty, or why there is no interval). Bad input becomes a reason, never an error.
+    One law is fitted to all curves; a share of a run's recent deviation from it is added. Intervals come from its
+    errors on finished runs, cut at the same share of steps. Indexed by run: loss, low, high, seen (share of steps
+    done), reason (empty, or why there is no interval). Bad input becomes a reason.
     """
     plans = {str(run): lr for run, lr in planned.items()}
     try:
@@ -43,7 +43,7 @@ def forecast_final(curves: pd.DataFrame, planned: Mapping[Any, Any], level: floa
 
 
 def _sound(curves: pd.DataFrame, plans: Mapping[str, Any]) -> tuple[list[Curve], dict[str, str]]:
-    """Return the usable runs, with planned rates, and why each other run is not usable."""
+    """Return the usable runs, with rates from `plans`, and why each other run is not usable."""
     if not isinstance(curves, pd.DataFrame) or not {"run", "run_id"} & set(curves):
         curves_of(curves)
     label = "run" if "run" in curves else "run_id"
@@ -103,7 +103,7 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
 
 
 def _backtest(law: CurveLaw, run: Curve, part: slice, share: float) -> tuple[float, float] | None:
-    """Return a finished run's deviations from the law fitted to `share` of its steps: recent ones, and the last."""
+    """Return a run's recent and last deviation from the law without its steps after `share`; None without these."""
     _, slope, residual, _, _ = law._fit
     cut = int(np.searchsorted(run.steps, share * len(run.lr), side="right"))
     if cut >= part.stop - part.start:

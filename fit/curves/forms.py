@@ -48,7 +48,10 @@ TWO_SIZES = 0.34  # a, which two sizes cannot determine: alpha of Hoffmann et al
 
 
 def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
-    """Return the kernel 1 - (C x + 1)^-beta at x = rate^-gamma S (Luo et al. 2025); with `slopes` also derivatives."""
+    """Return each drop's kernel 1 - (1 + C rate^-gamma S)^-beta, S the rates summed since (Luo et al. 2025).
+
+    With `slopes`, also returns its derivatives.
+    """
     x = k["C"] * d.since if not (gamma := k.get("gamma", 0.0)) else k["C"] * d.since * np.exp(-gamma * d.log_rate)
     log_u = np.log1p(x)
     rest = np.exp(-k["beta"] * log_u)
@@ -60,7 +63,7 @@ def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[st
 
 
 def _momentum(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
-    """Return the kernel 1 - lambda^steps, lambda = e^(-1/r) (Tissue et al. 2024); with `slopes` also its derivative."""
+    """Return each drop's kernel 1 - e^(-steps since / r) (Tissue et al. 2024); with `slopes` also the slope by r."""
     rest = np.exp(-d.steps / k["r"])
     return 1 - rest, {"r": -rest * d.steps / k["r"] ** 2} if slopes else {}
 
@@ -93,7 +96,7 @@ def declared(form: Form, sizes: int, has_drops: bool, fading: bool) -> dict[str,
 
 
 def losses(form: Form, d: Design, k: dict[str, float], slopes: bool = False) -> tuple[Array, dict[str, Array]]:
-    """Return losses (rows,), and with `slopes` their derivatives by each constant (rows,)."""
+    """Return losses (rows,) at constants k, and with `slopes` their derivatives by each constant (rows,)."""
     log_n, log_s = np.log(d.size), np.log(np.maximum(d.area, 1e-300))
     trend = k["A"] * np.exp(-k["alpha"] * log_s - k.get("b", 0.0) * log_n)
     by: dict[str, Array] = {}
@@ -122,7 +125,10 @@ def losses(form: Form, d: Design, k: dict[str, float], slopes: bool = False) -> 
 
 
 def paper(form: Form, k: dict[str, float], unit: float, horizon: float, reference: float) -> dict[str, float]:
-    """Convert constants to the units of the papers; for "annealing" B becomes the paper's C, and lambda is added."""
+    """Convert constants from rates over `unit`, their sums over `horizon` and N over `reference` to the papers' units.
+
+    For "annealing" r becomes lambda, and B the paper's C.
+    """
     converted = dict(k)
     converted["A"] *= (unit * horizon) ** k["alpha"] * reference ** k.get("b", 0.0)
     if "F" in k:

@@ -29,7 +29,7 @@ class Trial:
     final: float | None = None  # final loss for the comparison; None: not finished
 
     def level(self, share: float) -> float | None:
-        """Return the mean log loss just before `share`, or None without losses there."""
+        """Return the mean log loss just before `share` of the tokens, or None without losses there."""
         about = np.linspace((1 - RECENT) * share, share, 16)
         if not len(self.share) or self.share[0] > about[0] or self.share[-1] < about[-2]:
             return None
@@ -43,10 +43,10 @@ class Chance(NamedTuple):
 
 
 def chance_to_win(run: Trial, finished: Sequence[Trial]) -> Chance | None:
-    """Estimate the chance that a run ends below the best of its group; None if it is too young or no other has ended.
+    """Estimate the chance that a run ends below the best finished one of its group; None if too young or without one.
 
-    Log final loss is linear in the log loss at the same share, with a level for each group, by Bayesian regression with
-    a normal-inverse-gamma prior (Gelman et al. 2013, Bayesian Data Analysis, ch. 14).
+    Log final loss is linear in the log loss at the same share of tokens, with a level for each group, by Bayesian
+    regression (Gelman et al. 2013, Bayesian Data Analysis, ch. 14).
     """
     from scipy.special import stdtr
 
