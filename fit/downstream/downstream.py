@@ -1,9 +1,8 @@
 """Extrapolation of benchmark tasks from small runs, with the reasons why some tasks are refused.
 
 A task is fitted only if it has enough runs, a score significantly above chance, a range larger than noise alone would
-show, and accuracy that rises as the task's loss falls. Noise comes from the last checkpoints (differences of
-neighbours, because the run still learns), else from repeated runs, else from items or a comparison of runs item by
-item (`<task>/acc_z`, `<task>/acc_z_by_luck`).
+show, and accuracy that rises as the task's loss falls. Noise comes from the last checkpoints, else from repeated runs,
+else from items or a comparison of runs item by item (`<task>/acc_z`, `<task>/acc_z_by_luck`).
 
 Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Bhagia et al. 2024 (arXiv:2412.04403) for the two steps.
 """
@@ -119,7 +118,7 @@ class TaskVerdict:
 def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalToNoise:
     """Compare the range of scores (runs,) with their noise (Heineman et al. 2025).
 
-    `noise`: a score's standard deviation; `source`: how it was measured.
+    `noise`: standard deviation of one score; `source`: how it was measured.
     """
     from scipy.special import ndtri
 
@@ -238,7 +237,7 @@ def _scores(task: str, table: RunTable) -> _Scores:
 
 
 def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions in `table.frame` of the runs' later checkpoints, and each one's run."""
+    """Return the places in `table.frame` of checkpoints of runs `at`, after a share SKIPPED of steps, and their runs."""
     frame = table.frame
     if not {"run_id", "final", "step"} <= set(frame.columns):
         return np.zeros(0, dtype=int), np.zeros(0, dtype=int)

@@ -4,8 +4,8 @@ Both steps are refitted on the same resamples of runs. Checkpoints are used in t
 
   sigmoid      acc = floor + (ceiling - floor) / (1 + exp(-slope (middle - loss)))
                Bhagia et al. 2024 (arXiv:2412.04403)
-  exponential  acc = floor + exp(slope (middle - loss)), which is error = eps - k exp(-gamma loss) of Gadre et al. 2024
-               (arXiv:2403.08540) with eps = 1 - floor, gamma = slope and k = exp(slope middle)
+  exponential  acc = floor + exp(slope (middle - loss))
+               Gadre et al. 2024 (arXiv:2403.08540), there error = eps - k exp(-gamma loss)
 
 The second step weights rows by 1 / (acc_se^2 + tau^2), where tau is the scatter of runs beyond sampling.
 """
@@ -127,7 +127,7 @@ class TaskLaw(Estimator):
         self.converged_ = bool(solution.converged[0]) and self.law_.converged_
 
     def refit(self, counts: ArrayLike) -> Columns:
-        """Return all constants (P,), refitted with P row weights `counts` (P, n); NaN where a step did not converge."""
+        """Refit with P row weights `counts` (P, n). Returns all constants (P,), NaN where a step did not converge."""
         self._fitted()
         counts = np.atleast_2d(floats(counts))
         first = self.law_.refit(counts[:, self.data_["final"]])
@@ -152,7 +152,7 @@ class TaskLaw(Estimator):
         return self
 
     def widened(self, level: float) -> float:
-        """Return the level at which percentile intervals of the draws cover `level` in spite of few runs.
+        """Return the larger level at which percentile intervals of the draws, too narrow for few runs, cover `level`.
 
         The expanded percentile interval (Hesterberg 2014, arXiv:1411.5279), with Student's t.
         """
@@ -163,7 +163,7 @@ class TaskLaw(Estimator):
         return float(1.0 - 2.0 * ndtr(-reach))
 
     def resamples(self, groups: np.ndarray, n: int, seed: int) -> tuple[Array, int]:
-        """Draw counts (n, rows) that suffice to fit the first step; also return how many were redrawn."""
+        """Draw resamples of groups as counts (n, rows) that determine the first step, and count the redrawn ones."""
         done, p = self.data_["final"], self.law_.problem_
         inputs = np.stack([self.data_["N"][done], self.data_["D"][done]])
         counts, redrawn = identifiable_counts(groups[done], n, seed, inputs, np.ones(int(done.sum())), p.axes, p.free)
@@ -182,7 +182,7 @@ class TaskLaw(Estimator):
             return np.asarray(self.law_.evaluate(constants, N, D))
 
     def accuracy(self, constants: Constants, loss: Any) -> Array:
-        """Return the accuracy at a task loss."""
+        """Return the curve's accuracy at a task loss."""
         u = constants["slope"] * (constants["middle"] - loss)
         top = constants["ceiling"] - constants["floor"] if self.link == "sigmoid" else 1.0
         return np.asarray(constants["floor"] + top * _shape(self.link, u))
@@ -200,13 +200,13 @@ class TaskLaw(Estimator):
         return self.task_loss(self._bootstrapped(), n, d)
 
     def interval(self, N: ArrayLike, D: ArrayLike, level: float = 0.95) -> Any:
-        """Return the interval of the law's accuracy, (low, high) or (points, 2)."""
+        """Return the interval of the law's accuracy, (low, high) at one point or (points, 2)."""
         return intervals(self.predict_draws(N, D), self.widened(level))
 
     def prediction_interval(
         self, N: ArrayLike, D: ArrayLike, level: float = 0.95, items: int | None = None, seed: int = 0
     ) -> Any:
-        """Return the interval for the score of a new run on a benchmark of `items` questions."""
+        """Return the interval for a new run's score on a benchmark of `items` questions (default: that of the fit)."""
         draws, rng = self._bootstrapped(), np.random.default_rng(seed)
         return intervals(self.noisy(draws, self._loss_draws(N, D), rng, items), self.widened(level))
 
@@ -265,7 +265,7 @@ class _Curve:
         self.starts = np.stack([np.full_like(offset, floor), np.full_like(offset, roof), offset, slope], axis=1)
 
     def solve(self, weights: Array, near: Array | None = None) -> Solution:
-        """Fit the curve with each row of weights (P, n), from every start, or from `near` and the best few."""
+        """Fit the curve by each row of weights (P, n), from all starts, or from coordinates `near` and the best few."""
         starts = np.broadcast_to(self.starts, (len(weights), *self.starts.shape))
         if near is not None:
             error = weights @ ((self.form.value(self.starts)[0] - self.acc) ** 2).T
@@ -281,7 +281,7 @@ class _Curve:
         return {name: values[name] for name in LINKS[self.link]}
 
     def _terms(self, v: Mapping[str, Any]) -> list[Any]:
-        """Return the accuracy of each row, as the only term."""
+        """Return the accuracy (n,) at coordinates v, as the only term for `LogSumTerms`."""
         height = v["ceiling"] - v["floor"] if self.link == "sigmoid" else 1.0
         return [v["floor"] + height * _shape(self.link, v["offset"] - np.exp(v["log_slope"]) * self.z)]
 
@@ -297,7 +297,7 @@ def intervals(draws: Array, level: float) -> Any:
 def _rows(
     N: ArrayLike, D: ArrayLike, loss: ArrayLike, acc: ArrayLike, se: ArrayLike | None, final: ArrayLike | None
 ) -> Columns:
-    """Return the checked columns, with small standard errors raised to half of the median."""
+    """Check the arguments of `TaskLaw.fit`. Returns them as columns, `se` raised to half its median."""
     rows = {name: np.atleast_1d(floats(v)) for name, v in (("N", N), ("D", D), ("acc", acc))}
     rows["loss"] = positive("task_loss", loss)
     rows["se"] = np.zeros(len(rows["acc"])) if se is None else floats(se)
