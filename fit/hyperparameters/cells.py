@@ -1,8 +1,7 @@
 """The best learning rate and batch of each cell of a sweep; a cell is one (N, D) trained with a grid of settings.
 
-"near" is the mean of all settings within a fraction of the lowest loss (Bi et al.: 0.25 %); it is biased to the side
-where the loss rises slowly. "best" is the setting of the lowest loss (Li et al.), which is off by up to half a step.
-An optimum at an edge of the settings is refused.
+"near" averages the settings within a fraction of the lowest loss (Bi et al.: 0.25 %), biased to where the loss rises
+slowly. "best" (Li et al.) is off by up to half a step. An optimum at an edge of the settings is refused.
 
 Bi et al. 2024 (DeepSeek, arXiv:2401.02954), section 3.1; Li et al. 2025 (Step Law, arXiv:2503.04715).
 """
@@ -103,7 +102,7 @@ def _optimum(runs: Sweep, method: str, within: float) -> CellOptimum:
 
 
 def _edge(varied: Columns, loss: Array) -> str:
-    """Return why an optimum is refused if it is at an edge of the settings, else an empty string."""
+    """Return why an optimum is refused if it is at an end of one of the `varied` settings, empty if not."""
     for name, values in varied.items():
         best = values[np.argmin(loss)]
         if best in (values.min(), values.max()):

@@ -1,7 +1,7 @@
 """Learning-rate and batch-size laws, y = k N^p_N D^p_D or in other inputs, fitted to the optima of a sweep's cells.
 
 A cell is a grid of settings trained at one (N, D); its optimum is one observation. Cells are few and chosen by design,
-so the bootstrap perturbs their residuals; resampling rows (Li et al.) gives too narrow intervals.
+so the bootstrap perturbs their residuals.
 
 Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954), equation 1 and section 3.1. The
 law also serves other optima, such as critical batch against D (Zhang et al. 2024, arXiv:2410.21676).
@@ -53,18 +53,18 @@ class DesignedLaw(Law):
     """A law fitted to few independent units chosen by design: cells of a sweep, or single rows."""
 
     def _designs(self) -> list[Array]:
-        """Return the design matrix (n, m) of each log-linear part."""
+        """Return the design matrix (n, m) of the logarithms of inputs, for each law fitted."""
         raise NotImplementedError
 
     def _cells(self) -> np.ndarray:
-        """Return the number of each row's cell, (n,)."""
+        """Return the index of each row's cell, (n,)."""
         return np.arange(len(self.weight_))
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = "wild") -> Self:
         """Refit `n` bootstrap draws; rows of a cell, or of one of `groups` (rows,), are kept together.
 
-        "wild" multiplies each cell's left-out residual (MacKinnon and White 1985) by a random sign and size (Student's
-        t). "pairs" draws whole cells, and needs many. Raises InputError if the fit without one cell is not identified.
+        "wild" multiplies each cell's residual from a fit to the others (MacKinnon and White 1985) by a random sign and
+        size (Student's t), and raises InputError if that fit is not determined. "pairs" draws whole cells.
         """
         self._fitted()
         groups = group_labels(self._cells() if groups is None else groups, len(self.weight_))
@@ -209,12 +209,12 @@ class CriticalBatchLaw(DesignedLaw):
     def fit(
         self, batch: ArrayLike, tokens: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
     ) -> Self:
-        """Fit to batches (n,) and the tokens (n,) to reach the loss, both in tokens."""
+        """Fit to n runs: batches in tokens, and the training tokens at which each reached the loss."""
         return self._fit((batch, tokens), weight, loss_se)
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
-        """Return the tokens E_min + S_min batch at inputs (batch,)."""
+        """Return the tokens to reach the loss, E_min + S_min batch."""
         return constants["E_min"] + constants["S_min"] * inputs[0]
 
     # The interface to the solver.
@@ -248,7 +248,7 @@ class CriticalBatchLaw(DesignedLaw):
 
 
 def tokens_to_loss(tokens: ArrayLike, loss: ArrayLike, target: float) -> float:
-    """Return the number of tokens at which a run's loss (n,) first reaches `target`, or NaN."""
+    """Return the number of tokens at which a run's loss (n,) first reaches `target`, NaN if never."""
     tokens, loss = positive("tokens", tokens), positive("loss", loss)
     same_length(tokens=tokens, loss=loss)
     order = np.argsort(tokens)
@@ -270,13 +270,13 @@ def log_design(inputs: list[Array], rows: int) -> Array:
 
 
 def centred_design(design: Array) -> tuple[Array, Array]:
-    """Subtract from a design's inputs their means. Returns the design and the means."""
+    """Centre the inputs of a design (n, 1 + inputs). Returns it and their means."""
     middle = design[:, 1:].mean(axis=0)
     return np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1), middle
 
 
 def law_constants(names: Sequence[str], theta: Array, middle: Array) -> Columns:
-    """Convert coordinates `theta` to a law's constants; its design was centred at `middle`."""
+    """Convert coordinates (P, k), for a design centred at `middle`, to a law's constants, (P,) each."""
     with np.errstate(over="ignore"):
         factor = np.exp(theta[:, 0] - theta[:, 1:] @ middle)
     return dict(zip(names, [factor, *theta.T[1:].copy()], strict=True))

@@ -2,12 +2,10 @@
 
     log loss = best of the cell + q(log lr - log lr*(N, D), log batch - log batch*(N, D)),   lr* = k N^p_N D^p_D, ...
 
-All cells share the shape q, so cells with few runs near their optimum still contribute; the best loss of each cell is
-free. q has cubic terms because the loss rises faster above the best learning rate; a parabola puts the optimum too low.
-Only runs within `window` of the best of their cell are used, because farther out the cubic is wrong.
+All cells share the shape q; the best loss of each cell is free. q has cubic terms because the loss rises faster above
+the best learning rate. Only runs within `window` of the best of their cell are used.
 
-The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic around an optimum in both logarithms: Porian et al. 2024
-(arXiv:2406.19146).
+The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic in both logarithms: Porian et al. 2024 (arXiv:2406.19146).
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def inputs_of(N: Any, D: Any) -> dict[str, Any]:
 
 
 def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None) -> Columns:
-    """Return the best settings at N and D, or with `batch` the best learning rate for it; NaN without a minimum."""
+    """Return the best settings at N and D, or with `batch` (tokens) the best rate for it; NaN without a minimum."""
     inputs, best = inputs_of(N, D), {}
     for target in TARGETS:
         if f"{target}_k" in constants:
@@ -75,7 +73,7 @@ def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None
 
 
 def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
-    """Return the quadratic and cubic parts of q = log(loss / best loss) at `settings`."""
+    """Return the quadratic and cubic parts of q = log(loss / best loss) at `settings` (learning rate, batch)."""
     best = best_of(constants, floats(N), floats(D))
     distances = [np.log(value / optimum) for value, optimum in zip(settings, best.values(), strict=True)]
     parts = {2: np.zeros(()), 3: np.zeros(())}
@@ -90,13 +88,13 @@ def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[
 
 
 def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
-    """Return the powers of monomials of `axes` variables, degree 2 to `order`: (2, 0), (1, 1), (0, 2), (3, 0), ..."""
+    """Return the powers of every monomial of `axes` variables and degree 2 to `order`: (2, 0), (1, 1), (0, 2), ..."""
     every = [e for e in product(range(order, -1, -1), repeat=axes) if 2 <= sum(e) <= order]
     return tuple(sorted(every, key=lambda e: (sum(e), [-power for power in e])))
 
 
 def monomials(distances: Iterable[Any], powers: tuple[Exponents, ...]) -> list[Any]:
-    """Return the monomials of the distances (arrays or `Jet`s) with these powers."""
+    """Return for each of `powers` the product of the distances (arrays or `Jet`s) to these powers."""
     return [
         math.prod(d if p == 1 else d**p for d, p in zip(distances, degrees, strict=True) if p) for degrees in powers
     ]
@@ -126,7 +124,7 @@ class SurfaceForm(LogForm):
         return [sum(coefficient * monomial for coefficient, monomial in terms)]
 
     def distances(self, theta: Any) -> list[Any]:
-        """Return each run's log distance from the optimum of its cell, (n,) for each axis."""
+        """Return for each setting log(run's value / best value by the laws in theta), (n,)."""
         laws = [
             sum(w * x for w, x in zip(theta[part], design.T, strict=True))
             for part, design in zip(self.parts, self.designs, strict=True)
@@ -239,7 +237,7 @@ class HyperparameterSurface(DesignedLaw):
         return self
 
     def optimal(self, N: ArrayLike, D: ArrayLike, batch: ArrayLike | None = None, level: float = 0.95) -> BestSettings:
-        """Return the best settings, or with `batch` (tokens) the best learning rate for it; NaN beyond the window."""
+        """Return best settings, or with `batch` (tokens) the best rate for it, NaN if it loses more than `window`."""
         self._fitted()
         if batch is not None and len(self.laws) < 2:
             raise InputError("batch is given, but the sweep did not vary both learning rate and batch; leave it out.")
@@ -257,7 +255,7 @@ class HyperparameterSurface(DesignedLaw):
         return BestSettings(unboxed(n), unboxed(d), **settings, **intervals, level=level)
 
     def penalty(self, *settings: ArrayLike, **named: ArrayLike) -> Any:
-        """Return the relative excess loss, such as 0.0025, at N, D, learning_rate, batch; NaN above `window`."""
+        """Return the excess loss over the best, such as 0.0025, at N, D, learning_rate, batch; NaN above `window`."""
         self._fitted()
         square, cube = excess_terms(self.constants_, *self._inputs(settings, named))
         excess = np.expm1(square + cube)
@@ -372,7 +370,7 @@ class HyperparameterSurface(DesignedLaw):
 
 
 def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray, weight: Array, window: float) -> Array:
-    """Return start points (G, k): laws through each cell's mean best settings, for three definitions of best."""
+    """Return start points (3, k): laws through the mean of each cell's runs near its best, for three widths."""
     excess = observed / _lowest(cell, observed)[cell] - 1.0
     starts = []
     for within in (NEAREST * window, 0.5 * window, window):
@@ -389,7 +387,7 @@ def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray,
 
 
 def cells_of(N: Array, D: Array) -> np.ndarray:
-    """Return the cell number of each run; runs with one N and one D are a cell."""
+    """Return the index of each run's cell, (n,); runs of one N and one D form a cell."""
     return np.unique(np.stack([N, D]), axis=1, return_inverse=True)[1].ravel()
 
 

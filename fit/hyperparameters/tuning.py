@@ -52,7 +52,7 @@ MEAN, WIDTH = (np.array([getattr(prior, name) for prior in PRIORS.values()]) for
 
 
 def tuning_rules(runs: Columns, draws: int = 1000, seed: int = 0) -> dict[str, Any]:
-    """Fit a `tuning` file's content: the constants (k, N, D, batch) of each rule, 95 % intervals, and evidence.
+    """Fit a `tuning` file's content: each rule's factor k and exponents (N, D, batch), 95 % intervals, and evidence.
 
     `runs`: N, D, learning_rate, batch (tokens), timescale (of weight decay, as a share of D) and loss, each (n,).
     """
@@ -120,7 +120,7 @@ class _Costs:
         self.noise = 0.01
 
     def best(self, q: Array) -> Array:
-        """Return the log best settings for each run's N and D, (3, n), with the rate for the best batch."""
+        """Return the log best settings at each run's N and D, (3, n); the learning rate is for the best batch."""
         rate, rate_N, rate_D, slope, batch, batch_N, batch_D, tau, tau_N, tau_D = q[:10]
         b = batch + batch_N * self.n + batch_D * self.d
         logs = [rate + rate_N * self.n + rate_D * self.d + slope * b, b, tau - self.middle["timescale"]]
@@ -128,14 +128,14 @@ class _Costs:
         return np.stack(logs) + np.array([[self.middle[name]] for name in SETTINGS])
 
     def costs(self, q: Array) -> Array:
-        """Return the cost (n,) of each run's settings, in log loss."""
+        """Return the excess log loss (n,) of each run's settings over the best ones."""
         off = self.x + np.array([[self.middle[name]] for name in SETTINGS]) - self.best(q)
         off[0] -= q[3] * off[1]  # from the best rate with the run's own batch
         c, a = np.exp(q[10:13, None]), np.where(abs(q[13:16]) < 1e-3, 1e-3, q[13:16])[:, None]
         return np.asarray((c * (np.expm1(np.minimum(a * off, 30.0)) - a * off) / a**2).sum(axis=0))
 
     def fit(self) -> tuple[Array, Array]:
-        """Fit the coordinates, alternating with the noise estimate. Returns them and their covariance."""
+        """Fit the coordinates and the noise in turn. Returns the coordinates and their covariance."""
         from scipy.optimize import least_squares
 
         k = len(PRIORS)
@@ -154,7 +154,7 @@ class _Costs:
         return q, SHARED * np.linalg.inv(solution.jac.T @ solution.jac)
 
     def rules(self, q: Array) -> dict[str, dict[str, Array]]:
-        """Convert coordinates (k, draws) to the rules of a `tuning` file."""
+        """Convert coordinates (k, draws) to a `tuning` file's rules: factors and exponents, (draws,) each."""
         rate, rate_N, rate_D, slope, batch, batch_N, batch_D, tau, tau_N, tau_D = q[:10]
         N, D, lr, B, _ = self.middle.values()
         return {
