@@ -180,7 +180,7 @@ def parametric(
     flops_per_token: Callable[[Array], Array] | None = None,
     span: tuple[float, float] | None = None,
 ) -> Approach:
-    """Wrap a law as an `Approach`; if the best N is no power of C, the exponent is its mean log slope over `span`."""
+    """Wrap a law as an `Approach`; if the best N is no power of C, it has the mean exponent between budgets `span`."""
     title = "Approach 3 · parametric"
     if law is None:
         return Approach("parametric", title, reason=reason)

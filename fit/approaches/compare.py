@@ -230,7 +230,10 @@ class _Rows:
         self.noise = max(math.sqrt((squares / (runs[runs > 1] - 1)).mean()), 1e-6) if len(squares) else NOISE
 
     def more_seeds(self, error: float | None, freedom: float) -> int | None:
-        """Return how many more seeds show a difference of SEEN, with this `error` now; None if too many or unknown."""
+        """Return how many more seeds would show a multiplier of 1 + SEEN, None if unknown or too many.
+
+        `error` is the standard error of its logarithm now.
+        """
         if error is None:
             return None
         seeds = np.arange(self.seeds, MOST_SEEDS)
@@ -320,7 +323,7 @@ def both_laws(q: Array, rows: _Rows) -> tuple[Array, Array]:
 def log_multiplier(q: Array, c: float) -> float:
     """Return the log multiplier at c, the base's log FLOPs minus the runs' mean; -inf if the loss is never reached.
 
-    The best loss at each budget is from equation 4 of Hoffmann et al. 2022, without gamma.
+    Uses equation 4 of Hoffmann et al. 2022, without gamma.
     """
     E, A, alpha, B, beta, gamma, m, trend, _, gap = q[: len(CENTRE)]
     a, b, g = math.exp(alpha), math.exp(beta), math.exp(gamma)

@@ -59,7 +59,7 @@ class Envelope:
     def _winners(self, counts: Array, jitter: np.random.Generator | None = None) -> tuple[Array, int]:
         """Find the best run of each compute level in resamples, `counts` (draws, n).
 
-        Returns flops, N, D and loss (4, draws, levels), and how many of extreme size are left out.
+        Returns flops, N, D and loss (4, draws, levels), and how many at an end of the sizes are left out.
         """
         N, D, loss, flops = self._points
         levels = np.unique(self._labels[self._labels >= 0])

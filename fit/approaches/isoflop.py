@@ -264,10 +264,7 @@ class IsoflopProfiles:
         budget: ArrayLike | None = None,
         weight: ArrayLike | None = None,
     ) -> IsoflopProfiles:
-        """Fit to n runs. `budget` is each one's FLOP budget (NaN: none), by default from `flops`.
-
-        Raises InputError for values not positive and finite.
-        """
+        """Fit to n runs. `budget` is each one's FLOP budget (NaN: none), by default from `flops`."""
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         weight = check_weights(weight, len(N))
         se = np.full(len(N), np.nan if self.noise == "spread" else float(self.noise))

@@ -62,7 +62,7 @@ class RecipeLaw:
 
 
 def kinds(runs: RunTable) -> str:
-    """Return what reports call runs that differ in this way: "variants" or "data recipes"."""
+    """Return what reports call groups of these runs: "variants" or "data recipes"."""
     return "variants" if "variant" in runs.frame else "data recipes"
 
 

@@ -90,6 +90,6 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
 
 
 def _rise(v: Any, p: Any, q: Any) -> Any:
-    """Return the rise of log loss above the floor at v = log(N / best N) and steepness 1."""
+    """Return the rise of log loss above the floor at v = log(N / best N), for steepness 1 and exponents p, q."""
     v = np.minimum(np.maximum(v, -FAR), FAR)
     return (q * np.exp(-p * v) + p * np.exp(q * v)) / (p + q) - 1.0

@@ -24,7 +24,8 @@ def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFra
     """Add a row to `table` for each usable loss of averaged weights. Returns the table and a note on these rows.
 
     Log losses of an average and of a cooldown from the same step differ by a gap a + b log D, fitted to all cooldowns.
-    Of several averages, that with the lowest left-out error is used. `loss_se` includes the error of the gap.
+    Of several averages, that with the lowest error for left-out cooldowns is used. `loss_se` includes the error of the
+    gap.
     """
     import pandas as pd
 

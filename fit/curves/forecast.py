@@ -22,7 +22,7 @@ def forecast_final(curves: pd.DataFrame, planned: Mapping[Any, Any], level: floa
 
     One law is fitted to all curves; a share of a run's recent deviation from it is added. Intervals come from its
     errors on finished runs, cut at the same share of steps. Indexed by run: loss, low, high, seen (share of steps
-    done), reason (empty, or why there is no interval). Bad input becomes a reason.
+    done), reason (empty, or why there is no interval).
     """
     plans = {str(run): lr for run, lr in planned.items()}
     try:

@@ -50,7 +50,7 @@ TWO_SIZES = 0.34  # a, which two sizes cannot determine: alpha of Hoffmann et al
 def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
     """Return each drop's kernel 1 - (1 + C rate^-gamma S)^-beta, S the rates summed since (Luo et al. 2025).
 
-    With `slopes`, also returns its derivatives.
+    With `slopes`, also returns its derivatives by the constants.
     """
     x = k["C"] * d.since if not (gamma := k.get("gamma", 0.0)) else k["C"] * d.since * np.exp(-gamma * d.log_rate)
     log_u = np.log1p(x)
@@ -84,7 +84,10 @@ def form_named(name: str) -> Form:
 
 
 def declared(form: Form, sizes: int, has_drops: bool, fading: bool) -> dict[str, Constant]:
-    """Return the constants that curves of `sizes` sizes, with or without drops of the rate, can determine."""
+    """Return the constants that curves of `sizes` sizes, with or without drops of the rate, can determine.
+
+    `fading` adds d.
+    """
     constants = dict(TREND)
     if sizes > 1:
         constants |= SIZES

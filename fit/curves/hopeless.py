@@ -45,8 +45,8 @@ class Chance(NamedTuple):
 def chance_to_win(run: Trial, finished: Sequence[Trial]) -> Chance | None:
     """Estimate the chance that a run ends below the best finished one of its group; None if too young or without one.
 
-    Log final loss is linear in the log loss at the same share of tokens, with a level for each group, by Bayesian
-    regression (Gelman et al. 2013, Bayesian Data Analysis, ch. 14).
+    Log final loss is linear in the log loss at the same share of tokens, plus a level per group, by Bayesian regression
+    (Gelman et al. 2013, Bayesian Data Analysis, ch. 14).
     """
     from scipy.special import stdtr
 

@@ -46,7 +46,7 @@ class BestSettings:
 
 
 def inputs_of(N: Any, D: Any) -> dict[str, Any]:
-    """Return the possible inputs of a law of the settings, by name: N, D and C = 6ND."""
+    """Return what a law of the settings may depend on, by name: N, D and C = 6ND."""
     return {"N": N, "D": D, "C": 6.0 * N * D}
 
 
@@ -237,7 +237,7 @@ class HyperparameterSurface(DesignedLaw):
         return self
 
     def optimal(self, N: ArrayLike, D: ArrayLike, batch: ArrayLike | None = None, level: float = 0.95) -> BestSettings:
-        """Return best settings, or with `batch` (tokens) the best rate for it, NaN if it loses more than `window`."""
+        """Return best settings, or with `batch` (tokens) the best rate for it; NaN if it loses more than `window`."""
         self._fitted()
         if batch is not None and len(self.laws) < 2:
             raise InputError("batch is given, but the sweep did not vary both learning rate and batch; leave it out.")
@@ -340,7 +340,7 @@ class HyperparameterSurface(DesignedLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Return the fit's problem; coordinates are each law's log k (at mean log inputs) and exponents, then q's."""
+        """Return the fit's problem; coordinates are laws' log k (at mean log inputs) and exponents, then q's factors."""
         cell, weight = self._cells(), self.weight_
         share = weight / np.bincount(cell, weight)[cell]
         designs, middles = [], []
