@@ -340,7 +340,7 @@ class HyperparameterSurface(DesignedLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Return the fit's problem; coordinates are laws' log k (at mean log inputs) and exponents, then q's factors."""
+        """Return the fit's problem; coordinates: laws' log k (at mean log inputs) and exponents, then factors of q."""
         cell, weight = self._cells(), self.weight_
         share = weight / np.bincount(cell, weight)[cell]
         designs, middles = [], []
