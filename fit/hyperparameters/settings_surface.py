@@ -392,7 +392,7 @@ def cells_of(N: Array, D: Array) -> np.ndarray:
 
 
 def near_best(N: Array, D: Array, loss: Array, weight: Array, within: float) -> np.ndarray:
-    """Return a mask (n,) of runs whose loss is at most a fraction `within` above their cell's lowest."""
+    """Return a mask (n,) of runs with a weight whose loss is at most a fraction `within` above their cell's lowest."""
     cell = cells_of(N, D)
     lowest = _lowest(cell, np.where(weight > 0, loss, np.inf))
     return (weight > 0) & (loss <= lowest[cell] * (1.0 + within))
