@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def cached(self) -> int:
-        """Number of elements, of keys and values or of their latent, that decoding caches per token and block."""
+        """Numbers per token and block in the decoding cache: keys and values, or with MLA their latent vector."""
         return self.latent + self.rotary if self.attention == "mla" else 2 * self.num_kv_heads * self.head_dim
 
     @property

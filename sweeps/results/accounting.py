@@ -193,7 +193,7 @@ def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapp
 
 
 def planned_seconds(planned: Planned) -> float:
-    """Return the planned seconds of a run, or in older plans its share of those of a group trained together."""
+    """Return a run's planned seconds; in older plans, its share of the total of a group trained together."""
     return float(planned.get("paid_seconds") or planned["estimated_seconds"])
 
 

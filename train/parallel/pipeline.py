@@ -81,7 +81,7 @@ class Messages:
         self.sent.append((message, work, x))
 
     def let_go(self, has_arrived: Callable[[Message], bool] = lambda message: True) -> None:
-        """Wait for the sends of messages that have arrived, by default all, and free their tensors."""
+        """Complete the sends for which `has_arrived` is true, by default all, and free their tensors."""
         for message, work, _ in self.sent:
             if has_arrived(message):
                 work.wait()

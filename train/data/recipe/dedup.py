@@ -41,7 +41,7 @@ def ranks(digests: Hashes, held: Flags) -> Integers:
 
 
 def exact(digests: Hashes, held: Flags) -> Duplicates:
-    """Find exact copies: all but the first of documents with equal `digests`, (n,). Held-out copies all stay."""
+    """Mark exact copies: of documents with equal `digests` (n,), all but the first. Those in `held` are never marked."""
     return _firsts(digests, np.arange(len(digests)), held)
 
 
