@@ -41,7 +41,7 @@ def ranks(digests: Hashes, held: Flags) -> Integers:
 
 
 def exact(digests: Hashes, held: Flags) -> Duplicates:
-    """Mark exact copies: of documents with equal `digests` (n,), all but the first. Those in `held` are never marked."""
+    """Mark exact copies: of documents with equal `digests` (n,), all but the first, and none in `held`."""
     return _firsts(digests, np.arange(len(digests)), held)
 
 
