@@ -164,7 +164,7 @@ def launcher_complaints(injector: Injector) -> Iterator[str]:
 
 
 def check(sweep: SweepDirectory, reference: SweepDirectory) -> list[str]:
-    """Return complaints about a sweep that is over: whatever is wrong or differs from the undisturbed `reference`."""
+    """Return complaints about a sweep that is over: faults, and differences from the undisturbed `reference`."""
     complaints, expected = [], {run.run_id: run for run in reference.runs()}
     if (planned := {run.run_id for run in sweep.runs()}) != expected.keys():
         complaints.append(f"the plan has other runs than the undisturbed one: {sorted(planned ^ expected.keys())}")

@@ -80,8 +80,8 @@ def settings(group: str) -> str:
     fields = {item.name: values(default, group).get(item.name, _default(item)) for item in dataclasses.fields(cls)}
     for name, path in paths.items() if lines else ():
         others = {key: value for key, value in values(path, group).items() if value != fields.get(key, value)}
-        said = ", ".join(f"`{key}: {written(value)}`" for key, value in others.items() if key not in OF_OPTIONS)
-        lines.append(f"- `{group}={name}`. {about(path)}{f' Other defaults: {said}.' if said else ''}")
+        listed = ", ".join(f"`{key}: {written(value)}`" for key, value in others.items() if key not in OF_OPTIONS)
+        lines.append(f"- `{group}={name}`. {about(path)}{f' Other defaults: {listed}.' if listed else ''}")
     return "\n".join([*lines, "", table(cls, default, [*paths.values()], group)])
 
 

@@ -178,7 +178,7 @@ def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | No
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:
-    """Return the result of `worst_windows`; if it fails or is not finite, losses are None and `withheld` says why."""
+    """Return the result of `worst_windows`; if it fails or is not finite, losses are None and `withheld` is why."""
     try:
         losses = worst_windows(loaded)
     except UserError as error:  # the corpus is on another machine

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from types import FrameType
 
 from ...train.errors import UserError
@@ -50,7 +49,6 @@ class Interrupt:
         self._alive, self._lost = alive, lost
         self._began = self._asked = time.monotonic()
         self._heart: Heartbeat | None = None
-        self._folder = os.stat_result([0] * 10)  # of the run that trains
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self.reason is None:  # a preempted job gets several; the first is the reason
@@ -63,7 +61,7 @@ class Interrupt:
     @contextlib.contextmanager
     def watching(self, run: RunDirectory, policy: Policy) -> Iterator[None]:
         with Heartbeat(run, policy) as heart:
-            self._heart, self.cancelled, self._folder = heart, None, run.path.stat()
+            self._heart, self.cancelled = heart, None
             try:
                 yield
             finally:
@@ -74,24 +72,13 @@ class Interrupt:
             self._heart.progressed()
         if time.monotonic() - self._asked > ASK_SECONDS:
             if self._heart is not None:
-                self._check_folder(self._heart.run.path)
+                _check_folder(self._heart)
             if self._alive is not None and not self._alive():
                 self.reason = self._lost
             if self._heart is not None:
                 self.cancelled = self._heart.run.cancel_asked()
             self._asked = time.monotonic()
         return self.reason is not None or (self._heart is not None and self.cancelled is not None)
-
-    def _check_folder(self, folder: Path) -> None:
-        """Raise FolderGone if the run's folder was moved, removed or replaced."""
-        try:
-            in_place = os.path.samestat(folder.stat(), self._folder)
-        except (FileNotFoundError, NotADirectoryError):
-            in_place = False
-        except OSError:  # a file server that is away
-            return
-        if not in_place:
-            raise FolderGone(f"{folder} was moved, removed or replaced while the run trained; nothing more is written")
 
     def is_over(self) -> bool:
         """Return whether this SLURM job was asked to stop near its time limit."""
@@ -105,6 +92,19 @@ class Interrupt:
             return Ending("cancelled", f"cancelled by {self.cancelled}; {where}")
         cause = "time_limit" if self.is_over() else "preempted"
         return Ending("preempted", f"{self.reason or 'another rank was told to stop'}; {where}", cause)
+
+
+def _check_folder(heart: Heartbeat) -> None:
+    """Raise FolderGone rather than let a checkpoint be written where no later attempt would find it."""
+    folder = heart.run.path
+    try:
+        in_place = os.path.samestat(folder.stat(), heart.folder)
+    except (FileNotFoundError, NotADirectoryError):
+        in_place = False
+    except OSError:  # a file server that is away
+        return
+    if not in_place:
+        raise FolderGone(f"{folder} was moved, removed or replaced while the run trained; nothing more is written")
 
 
 def warned_after(environment: Mapping[str, str]) -> float:

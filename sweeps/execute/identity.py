@@ -21,23 +21,17 @@ from ..runs.forms import Identity
 from ..slurm.jobs import LAUNCH, MEMORY, jobs_of
 
 
-def outside_link(sweep: SweepDirectory) -> Path | None:
-    """Return a symbolic link in a sweep's folder that leads out of it, or None. The folder itself may be a link."""
-    root = sweep.path.resolve()
+def check_links(sweep: SweepDirectory) -> None:
+    """Raise UserError if a symbolic link in a sweep's folder leads out of it. The folder itself may be a link."""
     folders = [sweep.path / name for name in ("runs", "fit", "jobs", "code", "trash")]
     for run in (sweep.path / "runs").glob("*"):
         folders += [run, run / "checkpoints", run / "eval"]
-    links = (folder for folder in folders if folder.is_symlink())
-    return next((link for link in links if not link.resolve().is_relative_to(root)), None)
-
-
-def check_links(sweep: SweepDirectory) -> None:
-    """Raise UserError if a symbolic link in a sweep's folder leads out of it."""
-    if (link := outside_link(sweep)) is not None:
-        raise UserError(
-            f"{link} is a link to {link.resolve()}, outside of the sweep, where isoflop changes nothing; put a folder "
-            "in its place"
-        )
+    for link in (folder for folder in folders if folder.is_symlink()):
+        if not link.resolve().is_relative_to(sweep.path.resolve()):
+            raise UserError(
+                f"{link} is a link to {link.resolve()}, outside of the sweep, where isoflop changes nothing; replace "
+                "the link by a folder"
+            )
 
 
 def running_original(sweep: SweepDirectory) -> Path | None:

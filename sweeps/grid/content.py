@@ -12,7 +12,7 @@ from ...train.config import DataConfig, RunConfig
 OTHER = {"sequence_length", "separate_documents", "cache_dir", "recipe", "recipe_fingerprint"}
 FILLED = ("path", "tokenizer", "fingerprint", "tokenizer_fingerprint")
 CONTENT = [item.name for item in dataclasses.fields(DataConfig) if item.name not in {*OTHER, *FILLED[2:]}]
-NAMES = {f"data.{name}" for name in CONTENT}
+TEXT_FIELDS = {f"data.{name}" for name in CONTENT}
 
 
 class Texts:

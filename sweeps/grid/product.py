@@ -13,9 +13,8 @@ from typing import Any
 
 from ...train.config import RunConfig
 from ...train.errors import UserError
-from . import content
 from .base import GridConfig
-from .content import Texts
+from .content import TEXT_FIELDS, Texts
 from .tuning import Tuner
 
 
@@ -30,7 +29,7 @@ class ProductGrid(GridConfig):
 
     def set_first_text(self, base: RunConfig) -> None:
         for name, values in dotted(self.axes if isinstance(self.axes, dict) else {}):
-            if name in content.NAMES and isinstance(values, list) and values:
+            if name in TEXT_FIELDS and isinstance(values, list) and values:
                 assign(base, name, values[0])
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
@@ -45,12 +44,12 @@ class ProductGrid(GridConfig):
         for name, values in axes.items():
             if not isinstance(values, list) or not values:
                 raise UserError(f"grid.axes.{name} is {values!r}; it must be a list of values")
-            if name not in {*content.NAMES, "data.recipe"} and is_cosmetic(base, name):
+            if name not in {*TEXT_FIELDS, "data.recipe"} and is_cosmetic(base, name):
                 raise UserError(
                     f"grid.axes names {name!r}, which does not change what a run learns, so all its values would be "
                     f"one run; set it for all runs with {name}=VALUE"
                 )
-        texts, vary_text = Texts(base), not content.NAMES.isdisjoint(axes)
+        texts, vary_text = Texts(base), not TEXT_FIELDS.isdisjoint(axes)
         copied = pickle.dumps(base)  # ten times as fast as copy.deepcopy
         for combination in itertools.product(*axes.values()):
             run: RunConfig = pickle.loads(copied)
@@ -74,7 +73,7 @@ class PointsGrid(GridConfig):
     def set_first_text(self, base: RunConfig) -> None:
         if isinstance(self.points, list) and self.points and isinstance(self.points[0], dict):
             for name, value in dotted(self.points[0]):
-                if name in content.NAMES:
+                if name in TEXT_FIELDS:
                     assign(base, name, value, "grid.points[0]")
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
@@ -93,7 +92,7 @@ class PointsGrid(GridConfig):
             run, changes = copy.deepcopy(base), dict(dotted(point))
             for name, value in changes.items():
                 assign(run, name, value, where)
-            if not content.NAMES.isdisjoint(changes):
+            if not TEXT_FIELDS.isdisjoint(changes):
                 texts.fill(run, fixed=changes)
             if (run := tuner.dialled(run)).tokens <= 0:
                 raise UserError(f"{where} has no tokens; give it, or tokens=… for all points")

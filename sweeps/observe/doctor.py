@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.markup import escape
 
 from ... import __version__
@@ -340,9 +339,9 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
     if not path.exists():
         yield Fault("state", "state.json is missing", path, repair, how)
     yield from unreadable(path, how, State, "state", repair)
-    view = read_json(path, State)
-    if view is not None and msgspec.convert(view, State) != record.state:
-        yield Fault("state", f"state.json ({view['state']}) differs from the journal", path, repair, how)
+    with suppress(UserError):  # `unreadable` reports it
+        if (view := read_document(path, State)) != record.state:
+            yield Fault("state", f"state.json ({view.state}) differs from the journal", path, repair, how)
     asked, state = run.cancel_asked(), record.state.state
     if asked is not None and state == "done":
         yield Fault("cancel", f"{asked} asked to cancel a run that is done", run.path, run.forget_cancel, "withdrawn")

@@ -276,7 +276,7 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     if status["unattended"]:
         lines.append(f"{NO_KEEPER}; {BRING_BACK}")
     if status["copy_of"]:
-        lines.append(f"this is a copy of {status['copy_of']}, whose workers do not train its runs")
+        lines.append(f"this is a copy of {status['copy_of']}, and no worker of the original trains the runs here")
     if status.get("fit_failure"):
         lines.append(f"the fit failed: {status['fit_failure']}")
     if status["report"]:

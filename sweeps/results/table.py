@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...train.config import ModelConfig, canonical_json, from_dict
+from ...train.config import ModelConfig, from_dict
 from ...train.data.recipe.recipe import recipe_label
+from ...train.data.storage import checksum
 from ...train.errors import UserError
 from ...train.files import read_json_lines, write_atomic
 from ..runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
@@ -67,28 +67,24 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
 
 def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add fingerprints to the names of recipes that share a name but differ."""
-    fingerprints: dict[str, set[str | None]] = {}
-    for row in rows:
-        fingerprints.setdefault(row["recipe"], set()).add(row["recipe_fingerprint"])
-    return [
-        row | {"recipe": f"{row['recipe']} ({row['recipe_fingerprint']})"}
-        if len(fingerprints[row["recipe"]]) > 1
-        else row
-        for row in rows
-    ]
+    names = _told_apart(rows, "recipe", "recipe_fingerprint")
+    return [row | {"recipe": name} for row, name in zip(rows, names, strict=True)]
 
 
 def name_texts_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put the corpus before the recipe's name if held-out texts differ, because `fit` fits each recipe separately."""
-    names: dict[str, set[str]] = {}
-    for row in rows:
-        names.setdefault(row["corpus"], set()).add(row["held_out"])
-    if len(set().union(*names.values())) < 2:
+    if len({row["held_out"] for row in rows}) < 2:
         return rows
-    corpora = [
-        row["corpus"] if len(names[row["corpus"]]) == 1 else f"{row['corpus']} ({row['held_out']})" for row in rows
-    ]
+    corpora = _told_apart(rows, "corpus", "held_out")
     return [row | {"recipe": f"{corpus}: {row['recipe']}"} for row, corpus in zip(rows, corpora, strict=True)]
+
+
+def _told_apart(rows: list[dict[str, Any]], name: str, digest: str) -> list[str]:
+    """Return the names in column `name`, followed by the digest where rows of one name have several digests."""
+    digests: dict[str, set[str | None]] = {}
+    for row in rows:
+        digests.setdefault(row[name], set()).add(row[digest])
+    return [f"{row[name]} ({row[digest]})" if len(digests[row[name]]) > 1 else row[name] for row in rows]
 
 
 def write_table(sweep: SweepDirectory, answers: Mapping[str, Answers]) -> pd.DataFrame:
@@ -158,7 +154,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         row["recipe"] = "+".join(steps)
     row["corpus"] = Path(str(data.get("path"))).name if data.get("corpus") == "text" else data.get("name") or "stdlib"
     scored_on = [data.get(name) for name in ("fingerprint", "validation_fraction", "validation_tokens")]
-    row["held_out"] = hashlib.sha256(canonical_json(scored_on).encode()).hexdigest()[:8]
+    row["held_out"] = checksum(scored_on)[:8]
     return row | {"recipe_fingerprint": data.get("recipe_fingerprint")}
 
 

@@ -24,10 +24,11 @@ EXIT_CODE = 124  # as `timeout` exits
 
 
 class Heartbeat:
-    """The thread, which works while its `with` block runs."""
+    """A thread that keeps a run's heartbeat fresh, and ends a process that hangs, while its `with` block runs."""
 
     def __init__(self, run: RunDirectory, policy: Policy) -> None:
         self.run, self._policy = run, policy
+        self.folder = run.path.stat()  # tells whether the run's folder was moved or replaced since
         self._poll = min(policy.heartbeat_seconds, policy.hang_seconds / 4)
         self._steps = 0
         self._over = threading.Event()
