@@ -373,7 +373,7 @@ def test_a_real_cluster_is_read_aright() -> None:
     slurm_cluster.check(CLUSTER, [run])
     assert slurm_cluster.expected_starts(CLUSTER, [run.shape]).keys() == {run.shape}
     for setting, message in (
-        ({"partition": "none"}, "which SLURM does not have; it has low, main"),
+        ({"partition": "none"}, "which SLURM does not have; choose one of low, main"),
         ({"account": "none"}, r"\(Invalid account"),
         ({"qos": "none"}, r"\(Invalid qos"),
         ({"constraint": "none"}, r"\(Invalid feature"),
