@@ -129,10 +129,10 @@ def device_name(device: torch.device) -> str:
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05) -> float:
     """Measure the FLOP/s of a square matrix product: the best of repetitions within `seconds`."""
-    size = 8192 if on_gpu(device) else 512
+    size = 8192 if on_gpu(device) else 512  # large enough for the peak, small enough for 0.05 s
     # A separate generator, because measuring must not change the run's random numbers.
     a = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
-    torch.mm(a, a)
+    torch.mm(a, a)  # warm-up: libraries choose their kernel in the first call
     best, stop = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < stop:
         synchronize(device)

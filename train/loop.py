@@ -150,7 +150,7 @@ class Trainer:
             report(f"{config.D:,} tokens are {self.epochs:.2f} epochs of the {unique:,} unique tokens")
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
         self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None
-        self._zero_seconds = time.perf_counter() - self.progress.seconds
+        self._zero_seconds = time.perf_counter() - self.progress.seconds  # as if the run had never been interrupted
         self._logged_at, self._logged_step = time.perf_counter(), self.progress.step
         self._saved_at = time.perf_counter()
 
@@ -271,7 +271,7 @@ class Trainer:
             "flops": float(flops_per_token) * step * config.batch_tokens,
             "train_loss": loss if math.isfinite(loss) else None,  # None: the batch was skipped
             "smoothed_loss": self.progress.smoothed_loss,
-            "lr": config.optimizer.learning_rate * learning_rate_factor(config, step - 1),
+            "lr": config.optimizer.learning_rate * learning_rate_factor(config, step - 1),  # of the step just taken
             "grad_norm": norm if math.isfinite(norm) else None,
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * flops_per_token / self.peak,
@@ -306,7 +306,7 @@ class Trainer:
             "warmup_share": warmup_steps(config) / config.steps,
             "bad_steps": self.progress.bad_steps,
             "seconds": seconds,
-            "tokens_per_s": config.D / max(seconds, 1e-9),
+            "tokens_per_s": config.D / max(seconds, 1e-9),  # 1e-9: a resumed last step took no time
             "mfu": flops / max(seconds, 1e-9) / self.peak,
             "matmul_peak": self.peak,
             "device": device_name(self.job.device),

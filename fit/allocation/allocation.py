@@ -181,7 +181,7 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
     for i in range(1, GRID + 1):
         here = value(low + i * step)
         best, at = np.minimum(best, here), np.where(here < best, i, at)
-    golden = 0.5 * (np.sqrt(5.0) - 1.0)
+    golden = 0.5 * (np.sqrt(5.0) - 1.0)  # golden-section search: one new value a turn (Kiefer 1953)
     a, b = low + (at - 1) * step, low + (at + 1) * step
     c, d = b - golden * (b - a), a + golden * (b - a)
     at_c, at_d = value(c), value(d)
@@ -197,7 +197,7 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
 
 def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
     """Return where a rising function is zero between `low` and `high`, elementwise, or the nearer bound if nowhere."""
-    for _ in range(70):
+    for _ in range(70):  # 2^-70 of the interval is below the rounding of a float64
         middle = 0.5 * (low + high)
         above = rising(middle) > 0
         low, high = np.where(above, low, middle), np.where(above, middle, high)
@@ -266,6 +266,7 @@ def token_limited(
         else:
             N, D, loss = unlimited(law, constants, C, flops_per_token)
             middle = 0.5 * np.log(C)
+            # The N that spends C on one epoch.
             all_of_it = np.exp(root(lambda x: np.log(spend(np.exp(x)) * U / C), middle - REACH, middle + REACH))
             N, D = np.where(D > U, all_of_it, N), np.minimum(D, U)
             loss = np.where(D < U, loss, law.evaluate(constants, all_of_it, U))
@@ -301,6 +302,7 @@ def inference_aware(
 
     def solve(constants: Constants) -> Columns:
         curve = law.equal_loss(constants, goal)
+        # Where the derivative of N (D + worth) along the curve is 0.
         z = root(lambda z: z - curve.cheapest - np.log1p(worth * np.exp(-curve(z)[1])), *curve.ends)
         (N, D), (N0, D0) = curve.point(z), curve.point(curve.cheapest)
         values = {"flops": 6.0 * N * D, "N": N, "D": D, "loss": goal, "inference_flops": 2.0 * N * served}

@@ -61,8 +61,8 @@ class Served(_Checked):
 
         `group`: query heads per key/value head.
         """
-        depth = np.cbrt(floats(N) / (12.0 * WIDTH_PER_BLOCK**2))
-        numbers = WIDTH_PER_BLOCK * depth**2
+        depth = np.cbrt(floats(N) / (12.0 * WIDTH_PER_BLOCK**2))  # N = 12 depth (128 depth)^2
+        numbers = WIDTH_PER_BLOCK * depth**2  # depth * width, of keys or of values, with one head per query head
         return cls(N, 2.0 * numbers / group, numbers, weight_bytes, cache_bytes)
 
 
@@ -148,7 +148,7 @@ class Prices(_Checked):
         The MFUs (shares of peak FLOP/s) count 2 N FLOPs per token. They hold for `model` and change slowly with N.
         """
         read = prefill(model, serve, batch, prompt).seconds_per_token
-        written = decode(model, serve, batch, prompt + answer / 2.0).seconds_per_token
+        written = decode(model, serve, batch, prompt + answer / 2.0).seconds_per_token  # an answer's mean context
         if read.ndim or written.ndim:
             raise InputError("the served model is an array of models; prices need a single model.")
         fastest = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds per token at the peak
@@ -185,6 +185,7 @@ def break_even(
     d' are the seconds per token of `base` and `variant`.
     """
     low, saved, high = (base[i] - variant[2 - i] for i in range(3))
+    # 0 if the ranges overlap: then speed cannot decide.
     gains = np.array([saved, low, high, high, low]) * float(low > 0 or high < 0)
     K = np.array([multiplier, *2 * (ci or ())])
     with np.errstate(divide="ignore", invalid="ignore"):  # 1 / 0: the variant never reaches the loss

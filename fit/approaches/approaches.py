@@ -139,6 +139,7 @@ def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None,
         mixture.fit(table.N, table.D, table.loss, table.flops, groups, table.weight)
     except InputError as error:
         return Approach("mixture", MIXTURE_TITLE, str(error))
+    # 0.5: more than half of the weight says that no best size exists.
     if (lost_weight := mixture.without_optimum(flops_per_token or 6.0)) > 0.5:
         reason = f"forms with {lost_weight:.0%} of the weight have no best size at the budgets of the runs"
         return Approach("mixture", MIXTURE_TITLE, reason)
@@ -197,6 +198,7 @@ def parametric(
         exponent = finite_or_none(law.exponents_[0])
         interval = None if law.draws_ is None else law.interval("a")
     elif span is not None and span[1] > span[0]:
+        # A law whose optimum is no power of C has another exponent at every budget: take the chord's.
         width = np.log(span[1] / span[0])
         with np.errstate(all="ignore"):
             exponent = finite_or_none(np.log(ends.N[1] / ends.N[0]) / width)

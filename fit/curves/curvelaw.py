@@ -69,6 +69,7 @@ class CurveLaw:
         self.runs_ = runs
         self._design = self._make_design([(run.lr, run.steps, run.N) for run in runs])
         self._target = np.log(np.concatenate([run.loss for run in runs]))
+        # Every run counts the same, however often its loss was logged.
         share = np.concatenate([np.full(len(run.steps), 1 / len(run.steps)) for run in runs])
         self._share = share * len(share) / len(runs)
         self._rivals: list[CurveLaw] | None = None
@@ -106,7 +107,7 @@ class CurveLaw:
         self._check_cooldown(np.array([1.0, 0.0]))
         stride = max((steps - warmup) / COARSE, 1.0)
         count = max(int((steps - warmup) / stride), 2)
-        knots = 1 - np.geomspace(1.0, 0.01, 16)
+        knots = 1 - np.geomspace(1.0, 0.01, 16)  # finer towards the end, where a schedule changes the last loss most
         knots[-1] = 1.0
         place = np.linspace(0, 1, count)
         values, size = self._values(self._theta), self._size(N)
@@ -117,11 +118,12 @@ class CurveLaw:
         def last(ratio: Array) -> float:
             curve = (rates(ratio) * peak / self.unit_, np.array([count]), size)
             d = design([curve], self.horizon_, self._form.rises, stride=stride)
+            # Scaled for L-BFGS-B's absolute tolerance of gradients.
             return float(np.log(losses(self._form, d, values)[0][0])) * 1e3
 
         shapes = [np.cos(np.pi / 2 * knots) ** 2, 1 - knots, np.minimum(1, (1 - knots) / 0.2), (1 - knots) ** 2]
         starts = [np.maximum(shape[1:], 1e-4) / np.maximum(shape[:-1], 1e-4) for shape in shapes]
-        best_starts = sorted(starts, key=last)[:2]
+        best_starts = sorted(starts, key=last)[:2]  # cosine, linear, WSD or squared: the two best are refined
         options: dict[str, Any] = {"method": "L-BFGS-B", "options": {"maxiter": 30}}
         results = (minimize(last, x, bounds=[(0, 1)] * len(x), **options) for x in best_starts)
         best = min(results, key=lambda result: result.fun)
@@ -154,6 +156,7 @@ class CurveLaw:
                 CurveLaw(name, self.warm, self.fading)._fit_curves(self.runs_) for name in FORMS if name != self.form
             ]
         shares = np.linspace(0.05, 1, 20)
+        # Number of schedules, equal to one digit.
         shapes = len({tuple(np.round(np.quantile(run.lr, shares) / run.lr.max(), 1)) for run in self.runs_})
         weights = [min(1.0, self._misfit / rival._misfit) ** (shapes / 2) for rival in self._rivals]
         total = np.zeros_like(value)
@@ -182,7 +185,7 @@ class CurveLaw:
         """Return log losses (rows,) at coordinates theta, and their derivatives by theta, (rows, constants)."""
         values = self._values(theta)
         loss, by = losses(self._form, d, values, slopes=True)
-        safe = np.maximum(loss, 1e-3 * np.exp(self._target.min()))
+        safe = np.maximum(loss, 1e-3 * np.exp(self._target.min()))  # a trial step may reach negative losses
         slope = [by[name] * (values[name] if c.log else 1.0) for name, c in self._declared.items()]
         return np.log(safe), np.stack(slope, axis=1) / safe[:, None]
 
@@ -195,6 +198,7 @@ class CurveLaw:
         cache: dict[str, Any] = {}
 
         def residuals_and_slopes(theta: Array) -> tuple[Array, Array]:
+            # SciPy asks for values and slopes at one point in turn.
             if cache.get("at") != (at := theta.tobytes()):
                 value, slope = self._log_losses(theta, self._design)
                 cache.update(at=at, both=(root * (value - self._target), root[:, None] * slope))
@@ -238,7 +242,7 @@ class CurveLaw:
         ridge = np.eye(len(self._theta)) * spread / SLACK**2 * float(np.mean(weight))
         self._fit = (value, slope, residual, weight, slope.T @ (weight[:, None] * slope) + ridge)
         moves = np.array([self.moved(block) for block in blocks])
-        centred = moves - moves.mean(axis=0)
+        centred = moves - moves.mean(axis=0)  # jackknife: the spread of estimates without one block
         self._covariance = centred.T @ centred * (len(blocks) - 1) / len(blocks)
         self.freedom_ = max(len(blocks) - 1, 1)
         ends = [slice(part.stop - max(int(LAST * (part.stop - part.start)), 1), part.stop) for part in rows]
@@ -274,7 +278,7 @@ def memory(runs: list[Array]) -> float:
     length = 1.0
     for lag in range(1, longest):
         covariance = sum(float(run[lag:] @ run[:-lag]) for run in runs if len(run) > lag)
-        if covariance <= 0:
+        if covariance <= 0:  # Geyer's initial positive sequence ends here
             break
         length += 2 * covariance / power
     return min(length, float(longest))

@@ -35,7 +35,7 @@ from ..uncertainty import (
 LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
 OFFSETS = np.linspace(-6.0, 4.0, 11)  # starting values of the curve's argument at the mean loss ...
 LOG_SLOPES = np.log([0.2, 0.5, 1.0, 2.0, 5.0])  # ... and of its slope per standard deviation of the loss
-FALLBACK_STARTS = 3
+FALLBACK_STARTS = 3  # of a resample, in addition to the full fit's solution
 FAR = 15.0  # bound of the curve's argument at the mean loss
 
 
@@ -106,7 +106,7 @@ class TaskLaw(Estimator):
         self.names = (*self.law_.names, *LINKS[self.link])
         curve = self._curve.constants(self._theta[None, :])
         self.constants_ = self.law_.constants_ | {name: float(curve[name][0]) for name in LINKS[self.link]}
-        spread = d["acc"] * (1 - d["acc"]) / np.maximum(d["se"], 1e-12) ** 2
+        spread = d["acc"] * (1 - d["acc"]) / np.maximum(d["se"], 1e-12) ** 2  # se^2 = acc (1 - acc) / items
         self.items_ = round(float(np.median(spread))) if acc_se is not None else None
         self.draws_ = None
         return self
@@ -115,7 +115,7 @@ class TaskLaw(Estimator):
         acc, se = self.data_["acc"], self.data_["se"]
         freedom = len(acc) - self._curve.free
         self.scatter_ = 0.0
-        for _ in range(30):
+        for _ in range(30):  # weights and scatter in turn, until the scatter settles
             variance = se**2 + self.scatter_**2
             self._weight = 1.0 / np.where(variance > 0, variance, 1.0)
             solution = self._curve.solve(self._weight[None, :])
@@ -158,7 +158,7 @@ class TaskLaw(Estimator):
         """
         from scipy.special import ndtr, stdtrit
 
-        freedom = max(self.groups_ - self.law_.problem_.free, 1)
+        freedom = max(self.groups_ - self.law_.problem_.free, 1)  # resampled runs less the constants of the first step
         reach = np.sqrt(self.groups_ / freedom) * stdtrit(freedom, 0.5 + 0.5 * level)
         return float(1.0 - 2.0 * ndtr(-reach))
 
@@ -211,7 +211,7 @@ class TaskLaw(Estimator):
         return intervals(self.noisy(draws, self._loss_draws(N, D), rng, items), self.widened(level))
 
     def noisy(self, constants: Constants, loss: Array, rng: np.random.Generator, items: int | None = None) -> Array:
-        luck = rng.choice(self.law_.residuals(), size=loss.shape)
+        luck = rng.choice(self.law_.residuals(), size=loss.shape)  # log loss of a run about the law
         acc = self.accuracy(constants, loss * np.exp(luck))
         acc = np.clip(acc + self.scatter_ * rng.standard_normal(loss.shape), 0.0, 1.0)
         items = items or self.items_
@@ -287,6 +287,7 @@ class _Curve:
 
 
 def _shape(link: str, u: Any) -> Any:
+    # 50: a huge accuracy is clipped later, infinity would spoil derivatives.
     return np.exp(np.minimum(u, 50.0)) if link == "exponential" else np.exp(-np.logaddexp(0.0, -u))
 
 

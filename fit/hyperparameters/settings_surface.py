@@ -65,6 +65,7 @@ def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None
     v = np.log(batch / best["batch"])
     c = {name: constants.get(f"shape_{name}", 0.0) for name in ("20", "11", "30", "21", "12")}
     # The root of dq/du = A u^2 + B u + C that is 0 at v = 0, in a form that allows A = 0.
+    # dq/du at the given v; B > 0 makes the root a minimum.
     A, B, C = 3 * c["30"], 2 * (c["20"] + c["21"] * v), (c["11"] + c["12"] * v) * v
     with np.errstate(invalid="ignore", divide="ignore"):
         u = np.where(B > 0, -2 * C / (B + np.sqrt(B**2 - 4 * A * C)), np.nan)
@@ -333,6 +334,7 @@ class HyperparameterSurface(DesignedLaw):
         assert isinstance(form, SurfaceForm)
         moments = form.centred(np.stack(monomials(form.centred(form.settings), self.powers)))
         size = np.linalg.norm(moments, axis=1, keepdims=True)
+        # 1e-6: beyond it, rounding decides the coefficients.
         if not size.all() or np.linalg.svd(moments / size, compute_uv=False)[-1] < 1e-6:
             raise InputError(
                 f"{' and '.join(self.laws)} take too few different values near the best of each cell for terms of "

@@ -57,7 +57,7 @@ RULES: dict[Any, Rule] = {
     np.log1p: _logarithm_of_one_more,
     np.reciprocal: _reciprocal,
     np.square: lambda x: (x * x, 2.0 * x, 2.0),
-    np.absolute: lambda x: (np.abs(x), np.sign(x), None),
+    np.absolute: lambda x: (np.abs(x), np.sign(x), None),  # None: the second derivative is zero
     np.positive: lambda x: (x, 1.0, None),
     np.negative: lambda x: (-x, -1.0, None),
 }
@@ -149,7 +149,7 @@ def _by_complex_step(ufunc: Any, x: Array) -> tuple[Array, Array, Array]:
     def slope(x: Array) -> Array:
         return np.asarray(ufunc(x + 1j * COMPLEX_STEP)).imag / COMPLEX_STEP
 
-    h = DIFFERENCE * (1.0 + np.abs(x))
+    h = DIFFERENCE * (1.0 + np.abs(x))  # relative for large x, absolute near 0
     return ufunc(x), slope(x), (slope(x + h) - slope(x - h)) / (2.0 * h)
 
 

@@ -90,11 +90,11 @@ def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) 
     folders = [path for path in inside if path.is_dir()]
     for path in [*unflushed, temporary / "manifest.json", *folders, temporary]:
         fsync_path(path)
-    os.chmod(temporary, 0o755)
+    os.chmod(temporary, 0o755)  # mkdtemp makes folders that only their owner can read
     if final.exists():
         shutil.rmtree(final)
     os.replace(temporary, final)
-    fsync_path(final.parent)
+    fsync_path(final.parent)  # a rename is durable once the folder that holds the name is
 
 
 def damage(checkpoint: Path, mesh: Mesh = ALONE) -> str | None:
@@ -110,13 +110,13 @@ def _damage(checkpoint: Path, rank: int, ranks: int) -> str | None:
     tensors = (SHARDS_INDEX,) if SHARDS_INDEX in expectations else (WEIGHTS, MOMENTS)
     if absent := [name for name in (*tensors, *_REQUIRED) if name not in expectations]:
         return f"its manifest.json does not list {absent[0]}"
-    for name in list(expectations)[rank::ranks]:
+    for name in list(expectations)[rank::ranks]:  # ranks share the hashing
         size, digest = expectations[name]["bytes"], expectations[name]["sha256"]
         path = checkpoint / name
         try:
             if not path.is_file():
                 return f"{name} is missing"
-            if path.stat().st_size != size:
+            if path.stat().st_size != size:  # cheap, so before the checksum
                 return f"{name} has {path.stat().st_size} bytes instead of {size}"
             if file_sha256(path) != digest:
                 return f"{name} does not match its checksum"

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..hardware import on_gpu
 
-HEAD_DIMS = (16, 32, 64, 96, 128, 256)
+HEAD_DIMS = (16, 32, 64, 96, 128, 256)  # multiples of 16, as tl.dot needs; `flash_blocks.py` has sizes for each
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -136,7 +136,7 @@ def _(grad: Tensor, *forward: Any) -> tuple[Tensor, ...]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, first, *ctx.rest = inputs
     ctx.save_for_backward(query, key, value, *output, first)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(output[1])  # the log-sum-exp is only saved
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:

@@ -65,7 +65,7 @@ def _key_grads(  # type: ignore[no-untyped-def]
         lse = tl.load(lse_row + rows)
         delta = tl.load(delta_row + rows)
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    p = tl.math.exp2(scores * scale_log2 - (lse * LOG2E_)[None, :])
+    p = tl.math.exp2(scores * scale_log2 - (lse * LOG2E_)[None, :])  # GPUs have exp2, not exp
     if MASKED:
         visible = keys[:, None] <= rows[None, :] + ahead
         if first_row is not None:
@@ -189,7 +189,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
     Q, K, V, Grad, Lse, Delta = inputs
     q_strides, k_strides, v_strides, grad_strides = strides
     block, batch, head = program_place(time, heads, QUERIES)
-    start = (tl.cdiv(time, QUERIES) - 1 - block) * QUERIES
+    start = (tl.cdiv(time, QUERIES) - 1 - block) * QUERIES  # the last queries see the most keys, and are launched first
     k_base = head_of(K, batch, head // group, k_strides)
     v_base = head_of(V, batch, head // group, v_strides)
     first_row = None if First is None else First + batch * first_batch

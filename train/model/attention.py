@@ -75,6 +75,7 @@ class _BlockAttention(torch.autograd.Function):
         window: int | None = None,
     ) -> Tensor:
         time = query.shape[1]
+        # Hides later keys in the block on the diagonal.
         ahead = torch.full((block, block), float("-inf"), dtype=query.dtype, device=query.device).triu_(1)
         out, weights = torch.empty_like(query), []
         blocks = visible_blocks(time, block, None if mask is None else window)
@@ -97,6 +98,7 @@ class _BlockAttention(torch.autograd.Function):
         d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for (low, start, end), weights in zip(ctx.blocks, saved, strict=True):
             d_weights = torch.bmm(grad[:, start:end], value[:, low:end].transpose(1, 2))
+            # One pass over memory instead of three.
             d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
             d_query[:, start:end] = torch.bmm(d_scores, key[:, low:end])
             d_key[:, low:end].baddbmm_(d_scores.transpose(1, 2), query[:, start:end])

@@ -59,9 +59,10 @@ class Router(nn.Module):
         logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.sigmoid() if config.gate == "sigmoid" else logits.softmax(-1)
         biased = scores if self.balance is None else scores + self.balance.to(wide)
-        chosen = biased.detach().topk(k, dim=-1).indices.sort(-1).values
+        chosen = biased.detach().topk(k, dim=-1).indices.sort(-1).values  # the biases choose, but do not weigh
         gates = scores.gather(1, chosen)
         if config.gates_normalised:
+            # 1e-20 as in DeepSeek-V3: sigmoids may all round to 0.
             gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
         counts = torch.zeros(config.experts, dtype=torch.int64, device=x.device)
         counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
@@ -72,6 +73,7 @@ class Router(nn.Module):
         if penalty is not None and self.balance is not None:
             excess = counts - len(x) * k / config.experts
             penalty = penalty + _Excess.apply(self.balance, excess).to(penalty.dtype)
+        # Stable: an expert's tokens stay in order, so sums round the same every time.
         order = chosen.flatten().argsort(stable=True)
         rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         return Routing(gates.flatten()[order].to(x.dtype), order // k, rows.view(-1, k), counts), penalty
@@ -218,7 +220,7 @@ def balance_of(loads: Tensor) -> dict[str, list[float]]:
     load_max: largest number over the mean. load_entropy: entropy of the shares over that of equal ones. dead_experts:
     number of experts without tokens.
     """
-    share = loads / loads.sum(-1, keepdim=True)
+    share = loads / loads.sum(-1, keepdim=True)  # (blocks, experts)
     return {
         "load_max": (share.amax(-1) * loads.shape[1]).tolist(),
         "load_entropy": (torch.special.entr(share).sum(-1) / math.log(loads.shape[1])).tolist(),
@@ -255,7 +257,7 @@ class Collect(torch.autograd.Function):
 
 
 def _summed(y: Tensor, rows: Tensor) -> Tensor:
-    return F.embedding_bag(rows, y, mode="sum")
+    return F.embedding_bag(rows, y, mode="sum")  # one kernel gathers and adds
 
 
 class MoE(nn.Module):

@@ -216,6 +216,7 @@ class _Attention(torch.autograd.Function):
                     if step == 0:  # here every query sees at least itself
                         total[:, rows], norm[:, :, rows] = part, part_norm
                     else:
+                        # exp(part_norm) / (exp(part_norm) + exp(norm)), without overflow.
                         weight = torch.sigmoid(part_norm - norm[:, :, rows]).transpose(1, 2).unsqueeze(-1)
                         total[:, rows].lerp_(part.to(wide), weight)
                         norm[:, :, rows] = torch.logaddexp(norm[:, :, rows], part_norm)
@@ -245,6 +246,7 @@ class _Attention(torch.autograd.Function):
                 if back is not None:
                     d_key_value += back()
                 back = _send_on(d_key_value, ctx.ring.group)
+            # After cp steps they are back at their rank.
             d_query[:, :, heads], (d_key[:, :, served], d_value[:, :, served]) = total, back()
         return d_query, d_key, d_value, None, None, None
 

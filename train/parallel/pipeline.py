@@ -27,7 +27,7 @@ from .schedules import Action, Lists, schedule
 
 FORWARD, BACKWARD = 0, 1  # ways: activations go to the next virtual stage, gradients to the previous one
 
-_schedule = lru_cache(maxsize=4)(schedule)
+_schedule = lru_cache(maxsize=4)(schedule)  # the same lists at every step
 
 
 class Message(NamedTuple):
@@ -58,6 +58,7 @@ class Messages:
                 self.turns[Message(way, micro, chunk * mesh.pp + rank)] = turn
         incoming = [message for message in self.turns if self._comes(message)]
         self.awaited = [iter([message for message in incoming if message.way == way]) for way in (FORWARD, BACKWARD)]
+        # The receive that is posted in each direction, or None at the end.
         self.coming = [self._post(way) for way in (FORWARD, BACKWARD)]
         self.sent: list[tuple[Message, Any, Tensor]] = []
 
@@ -136,6 +137,7 @@ class Pipeline:
         """
         lists = _schedule(self.name, self.mesh.pp, len(rows), len(self.gpt.chunks))
         actions, messages = lists[self.mesh.pp_rank], self._messages(lists, rows, patient=False)
+        # The last backward pass of each chunk, after which its gradients are complete.
         ends = {action.chunk: turn for turn, action in enumerate(actions) if action.kind == "backward"}
         graphs = dict[tuple[int, int], tuple[Tensor | None, list[Any]]]()
         total = torch.zeros((), dtype=self.gradients.wide, device=self.like.device)

@@ -69,6 +69,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        # With sequence parallelism only this rank's rows, gathered again in the backward pass.
         ctx.save_for_backward(x, weight)
         return F.linear(wait(all_gather(x, group)) if sequence_parallel else x, weight)
 
@@ -77,7 +78,7 @@ class _Column(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
             x = all_gather(x, ctx.group)
-            dx = reduce_scatter(dy @ weight, ctx.group)
+            dx = reduce_scatter(dy @ weight, ctx.group)  # x arrives during this product, dx during that of dw
             x = wait(x)
         else:
             dx = all_reduce(dy @ weight, ctx.group)
@@ -132,7 +133,7 @@ class Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
         ctx.ranks = group, sequence_parallel
-        return _sum(y.clone(), group, sequence_parallel)
+        return _sum(y.clone(), group, sequence_parallel)  # a clone, because the all-reduce works in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
@@ -175,6 +176,7 @@ class _Embedding(torch.autograd.Function):
         rows = weight.shape[0]
         index = tokens - group.rank() * rows
         foreign = (index < 0) | (index >= rows)
+        # Any valid row serves for tokens of other ranks: it is overwritten by zeros.
         y = F.embedding(index.masked_fill(foreign, 0), weight).masked_fill_(foreign[..., None], 0.0)
         ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
         ctx.save_for_backward(index.masked_fill_(foreign, rows))
@@ -216,11 +218,12 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, group: ProcessGroup, z_loss: float
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
+        # The first dimension is where `all_gather` stacks the ranks.
         terms = logits.new_empty((1, 2, len(logits)), dtype=wide)
         index = targets - first
         foreign = (index < 0) | (index >= valid)
         index.masked_fill_(foreign, 0)
-        for rows in _chunks(logits):
+        for rows in _chunks(logits):  # a wide copy of all logits would need twice their memory
             torch.logsumexp(logits[rows, :valid].to(wide), dim=1, out=terms[0, 0, rows])
         terms[0, 1] = logits.gather(1, index[:, None])[:, 0].masked_fill_(foreign, 0.0)
         gathered = wait(all_gather(terms, group))
@@ -237,6 +240,7 @@ class _CrossEntropy(torch.autograd.Function):
         pull = dloss * (1 + 2 * ctx.z_loss * lse) if ctx.z_loss else dloss
         for rows in _chunks(logits) if ctx.valid else ():
             valid = logits[rows, : ctx.valid]
+            # In fp32 this is the logits' own memory, which the slopes overwrite.
             slope = valid.to(lse.dtype).sub_(lse[rows, None]).exp_().mul_(pull[rows, None])
             slope.scatter_add_(1, index[rows, None], -hit[rows])
             if slope.dtype != valid.dtype:

@@ -117,7 +117,7 @@ def _check_points(schedule: ScheduleConfig) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
-    if model.head_size is not None and model.head_size % 2:
+    if model.head_size is not None and model.head_size % 2:  # rotary positions turn pairs of numbers
         raise UserError(f"model.head_size is {model.head_size}; it must be even for rotary positions")
     if model.head_size is None and model.width % model.heads:
         divisors = ", ".join(map(str, divisors_of(model.width)))
@@ -224,7 +224,7 @@ def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = N
         ranks_per_node: Ranks on every node; None: all are on one.
     """
     fixed = config.parallel.pp * config.parallel.cp
-    left = divisors_of(ranks // fixed) if ranks % fixed == 0 else []
+    left = divisors_of(ranks // fixed) if ranks % fixed == 0 else []  # candidates for tp; dp is the rest
     shapes = [(tp, ranks // fixed // tp) for tp in left if (ranks_per_node or ranks) % tp == 0]
     return [
         (tp, dp)

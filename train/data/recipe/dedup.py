@@ -104,7 +104,7 @@ def _verified(
 ) -> Integers:
     """Return pairs (pairs, 2) of a document and the first of its group that are `alike`; regroup the others."""
     edges = [np.empty((0, 2), np.int64)]
-    for _ in range(32):
+    for _ in range(32):  # at most 32 leaders of a group, to bound the work
         if not len(order):
             break
         leader = _leaders(order, group)
@@ -131,9 +131,9 @@ def jaccard(a: Integers, b: Integers, sets: npt.NDArray[np.uint32], offsets: Off
         counts = sizes[documents]
         begins = np.repeat(offsets[documents] - (np.cumsum(counts) - counts), counts)
         values = np.asarray(sets[begins + np.arange(len(begins))]).astype(np.uint64)
-        keys = (np.repeat(pair, counts).astype(np.uint64) << np.uint64(32)) | values
+        keys = (np.repeat(pair, counts).astype(np.uint64) << np.uint64(32)) | values  # pair number, then n-gram
         keys.sort()
-        again = keys[1:][keys[1:] == keys[:-1]] >> np.uint64(32)
+        again = keys[1:][keys[1:] == keys[:-1]] >> np.uint64(32)  # an n-gram that both documents of a pair have
         shared[start:end] = np.bincount(again.astype(np.int64), minlength=end - start)
         start = end
     return shared / np.maximum(both - shared, 1)
