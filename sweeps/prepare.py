@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from .. import __version__
-from ..train.config import RECIPE, RunConfig, flatten, identity, run_id
+from ..train.config import RECIPE, ParallelConfig, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
 from ..train.files import read_document, read_json, write_atomic, write_json
 from .config import SweepConfig, base_run, from_mapping
@@ -139,7 +139,10 @@ def from_disk(sweep: SweepDirectory) -> Prepared:
 
 def configuration(sweep: SweepDirectory) -> SweepConfig:
     """Return the configuration that a sweep was started with."""
-    config = from_mapping(sweep.settings().get("config"), sweep.path / "sweep.yaml")
+    recorded = sweep.settings().get("config")
+    config = from_mapping(recorded, sweep.path / "sweep.yaml")
+    if config.tuning.batch_tokens.k is not None and "min_batch" not in recorded["tuning"]:
+        config.tuning.min_batch = config.parallel.dp  # earlier versions chose a multiple of parallel.dp
     folder = Path(os.path.abspath(sweep.path))  # the folder may have been moved, and `.` has no name
     config.output_root, config.sweep = str(folder.parent), folder.name
     return config
@@ -204,15 +207,21 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
     if off := sum(map(tuner.misses_batch, runs)):
         remarks.append(
             f"the batch of {off} of {len(runs)} runs is off tuning.batch_tokens by a factor of 1.5 or more, because it "
-            f"must have a sequence (data.sequence_length {base.data.sequence_length}) for each data-parallel rank "
-            f"(parallel.dp {base.parallel.dp}), and leave at least tuning.min_steps {config.tuning.min_steps} steps"
+            f"must be a multiple of tuning.min_batch {config.tuning.min_batch} sequences of data.sequence_length "
+            f"{base.data.sequence_length}, and leave at least tuning.min_steps {config.tuning.min_steps} steps"
+        )
+    if config.tuning.choose_batch and (ones := sum(run.optimizer.batch_size == 1 for run in runs)):
+        remarks.append(
+            f"{ones} of {len(runs)} runs have a batch of one sequence; tuning.min_batch=4 would save time and cost "
+            "some loss: docs/tune.md has measured values"
         )
     if config.trunks and depends_on_D(config.tuning):
         horizon = config.tuning.horizon
         other = "size" if horizon == "run" else "run"
+        alone = dataclasses.replace(base, parallel=ParallelConfig())  # the mesh may not divide the other batches
         tuned = {
             horizon: runs,
-            other: expand_grid(config.grid, base, dataclasses.replace(config.tuning, horizon=other)),
+            other: expand_grid(config.grid, alone, dataclasses.replace(config.tuning, horizon=other)),
         }
         cost = {horizon: f"{trunks.trained_flops(tuned[horizon]):.3g}" for horizon in ("run", "size")}
         if cost["run"] != cost["size"]:

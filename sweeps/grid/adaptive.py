@@ -43,6 +43,7 @@ class AdaptiveGrid(IsoflopGrid):
     rounds: Count = 3  # most rounds of suggested runs
 
     takes_variants: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
 
     @property
     def largest_flops(self) -> float:

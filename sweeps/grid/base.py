@@ -38,6 +38,7 @@ class GridConfig:
     stop_hopeless: bool = False  # tune only: stop runs that can no longer win; a law needs every run to finish
 
     takes_variants: ClassVar[bool] = True
+    grows: ClassVar[bool] = False  # its later rounds may have other batches than the first
     tries_settings: ClassVar[bool] = False  # its runs compete with different settings, independent of the rules
 
     def set_first_text(self, base: RunConfig) -> None:

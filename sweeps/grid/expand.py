@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ...train.config import RunConfig, run_id
 from ...train.data.recipe import recipe
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ...train.flops import count_parameters
 from ...train.planner.validation import check_fields, validate
 from ..terminal import short
@@ -48,7 +48,7 @@ def expand_grid(
                 fingerprints[steps] = recipe.fingerprint(steps)
             data = replace(point.data, recipe=list(steps), recipe_fingerprint=fingerprints[steps])
             run = replace(point, data=data, seed=seed)
-            validate(run)
+            check_mesh(run, grid, tuner.rules)
             if (other := runs.setdefault(run_id(run), run)).variant != run.variant:
                 same = f"grid.variants.{run.variant} has the same run as {other.variant}, {run_label(other)}"
                 raise UserError(f"{same}; variants must not share a run, so remove one")
@@ -57,6 +57,30 @@ def expand_grid(
     for run in runs.values():
         run.name = run_label(run)
     return list(runs.values())
+
+
+def check_mesh(run: RunConfig, grid: GridConfig, rules: TuningConfig) -> None:
+    """Validate a run. If its mesh cannot divide a batch that the rules choose, the error names tuning.min_batch."""
+
+    def refusal(**optimizer: int) -> UserError | None:
+        try:
+            validate(replace(run, optimizer=replace(run.optimizer, **optimizer)))
+        except UserError as error:
+            return error
+        return None
+
+    chosen = grid.tries_settings or rules.choose_batch
+    error, parallel, when = refusal(), run.parallel, ""
+    if error is None and chosen and grid.grows:
+        error = refusal(batch_size=rules.min_batch)  # which divides the batches of all rounds
+        when = f"a later round may choose a batch of {counted(rules.min_batch, 'sequence')}: "
+    if error is None:
+        return
+    least = parallel.dp * (parallel.micro_batch_size or 1) * (parallel.pp if parallel.schedule == "interleaved" else 1)
+    if chosen and refusal(batch_size=least) is None:
+        remedy = f"set tuning.min_batch={least}, so that the tuning rules choose multiples of {least}"
+        raise UserError(f"{when}{error}; or {remedy}")
+    raise error
 
 
 def run_label(run: RunConfig) -> str:

@@ -69,8 +69,8 @@ class IsoflopGrid(GridConfig):
     def least_flops(self, base: RunConfig, tuner: Tuner) -> float:
         """Return the FLOPs of min_steps steps of the smallest model."""
         smallest, length = architectures.well_shaped(base.model)[0][2], base.data.sequence_length
-        tokens = float(self.min_steps * (base.batch_tokens if tuner.rules.batch_tokens.k is None else length))
-        return training_flops_per_token(smallest, length) * tokens
+        batch = base.batch_tokens if tuner.rules.batch_tokens.k is None else length * tuner.rules.min_batch
+        return training_flops_per_token(smallest, length) * float(self.min_steps * batch)
 
     def models(self, base: ModelConfig, budget: float) -> list[ModelConfig]:
         """Return distinct models, log-spaced over `span` around a budget's expected best N, smallest first."""

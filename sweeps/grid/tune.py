@@ -65,6 +65,7 @@ class TuneGrid(GridConfig):
     span: Annotated[float, Meta(ge=1, le=1e4)] = 8.0  # the first rung's settings are within this factor of the base's
     max_steps: Count = 20_000  # of a run; smaller batches are not tried
 
+    grows: ClassVar[bool] = True
     tries_settings: ClassVar[bool] = True
 
     def fill_budgets(self, budgets: list[float] | None, probed: Callable[[], list[float]]) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 
 from ...train.config import OptimizerConfig, RunConfig, canonical_json, flatten, identity, to_dict
 from ...train.errors import UserError
-from ...train.fields import Count, Exponent, Positive
+from ...train.fields import Count, Count6, Exponent, Positive
 from ...train.flops import count_parameters
 from ...train.optimizer.registry import OPTIMIZERS
 from . import architectures
@@ -45,11 +45,16 @@ class TuningConfig:
     learning_rate: PowerRule = field(default_factory=PowerRule)  # at base_width and base_depth
     timescale: PowerRule = field(default_factory=PowerRule)  # of weight decay: batch / (learning rate * decay * D)
     min_steps: Count = 100  # the batch rule leaves a run at least this many steps
+    min_batch: Count6 = 1  # sequences; the batch rule gives a multiple of it, which parallel.dp can then divide
     horizon: Annotated[str, ("run", "size")] = "run"  # D in the rules: the run's, or the longest of the same N
     # Fields that rules do not change; fields set on the command line are added.
     keep: list[Annotated[str, TUNED]] = field(default_factory=list)
     dial: bool = False  # width and heads follow from model.depth, if the grid chooses no sizes
     tokens_per_parameter: Positive | None = None  # sets D, if nothing else does
+
+    @property
+    def choose_batch(self) -> bool:
+        return self.batch_tokens.k is not None and "optimizer.batch_size" not in self.keep
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Tuner:
         choose("base_depth", rules.base_depth)
         if rules.batch_tokens.k is not None:
             shortest, D = self._span(run)
-            choose("batch_size", batch_size(rules, N, D, shortest, length, max(1, run.parallel.dp)))
+            choose("batch_size", batch_size(rules, N, D, shortest, length))
         run = replace(run, optimizer=optimizer)
         if whole:
             run.tokens = whole_steps(run.tokens, run)
@@ -100,7 +105,7 @@ class Tuner:
     def misses_batch(self, run: RunConfig) -> bool:
         """Return whether a run's batch is more than 1.5 times off that of the batch rule."""
         target = power(self.rules.batch_tokens, count_parameters(run.model).N_active, self._span(run)[1], 1.0)
-        if target is None or "optimizer.batch_size" in self.rules.keep:
+        if target is None or not self.rules.choose_batch:
             return False
         return not 1 / 1.5 <= run.batch_tokens / target <= 1.5
 
@@ -128,19 +133,20 @@ def power(rule: PowerRule, N: float, D: float, batch: float) -> float | None:
     return None if rule.k is None else float(rule.k * N**rule.N * D**rule.D * batch**rule.batch)
 
 
-def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length: int, ranks: int = 1) -> int:
-    """Return the sequences per step: the multiple of `ranks` in 1, 2, 3, 4, 6, 8, ... nearest to the batch rule's.
+def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length: int) -> int:
+    """Return the sequences per step: that of 1, 2, 3, 4, 6, 8, ... nearest to the batch rule's.
 
-    A run of `shortest` tokens keeps at least rules.min_steps steps, if `ranks` allows. See Power Lines, section 4;
-    Step Law, equation 1.
+    It is a multiple of rules.min_batch, and a run of `shortest` tokens keeps at least rules.min_steps steps, if that
+    allows. See Power Lines, section 4; Step Law, equation 1.
     """
     target = power(rules.batch_tokens, N, D, 1.0)
     assert target is not None
     if not target <= D:
         raise UserError(f"tuning.batch_tokens gives {target:.3g} tokens at N {N:,} and D {D:.3g}; it must be at most D")
-    upper = max(ranks, shortest / (length * rules.min_steps))
-    shared = [size for size in WHOLE_BATCHES if size % ranks == 0] or [ranks * size for size in WHOLE_BATCHES]
-    return min((size for size in shared if size <= upper), key=lambda size: abs(math.log(size * length / target)))
+    least, upper = rules.min_batch, shortest / (length * rules.min_steps)
+    sizes = [size for size in WHOLE_BATCHES if size % least == 0] or [least * size for size in WHOLE_BATCHES]
+    sizes = [size for size in sizes if size <= max(least, upper)]
+    return min(sizes, key=lambda size: abs(math.log(size * length / target)))
 
 
 def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:

@@ -43,7 +43,7 @@ from isoflop.sweeps.prepare import read_rules
 from isoflop.sweeps.runs import lease
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.membership import members
-from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig, run_id
+from isoflop.train.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact
@@ -164,8 +164,8 @@ def test_a_batch_takes_no_steps_from_a_short_run_and_is_whole_sequences() -> Non
     for D, expected in ((2**20, 32), (2**18, 16), (2**16, 4), (2**13, 1)):
         assert batch_size(rules, 1e4, D, D, 128) == expected
     rules.batch_tokens.k = 6 * 128 * 1.01
-    by_ranks = {ranks: batch_size(rules, 1e4, 2**20, 2**20, 128, ranks) for ranks in (1, 2, 3, 4, 5, 6, 8)}
-    assert by_ranks == {1: 6, 2: 6, 3: 6, 4: 8, 5: 5, 6: 6, 8: 8}
+    for least, size in {1: 6, 2: 6, 3: 6, 4: 8, 5: 5, 6: 6, 8: 8, 200: 200}.items():  # with 200, few steps
+        assert batch_size(replace(rules, min_batch=least), 1e4, 2**20, 2**20, 128) == size
     grid = ProductGrid(axes={"tokens": [10**6, 10**5]})
     rules.batch_tokens = PowerRule(k=1e-4, D=1.0)  # 100 and 10 tokens
     small = expand_grid(grid, base(), rules)
@@ -175,6 +175,51 @@ def test_a_batch_takes_no_steps_from_a_short_run_and_is_whole_sequences() -> Non
     rules.batch_tokens = PowerRule(k=2e6)
     with pytest.raises(UserError, match=r"batch_tokens gives 2e\+06 tokens at N .* and D .*; it must be at most D"):
         expand_grid(grid, base(), rules)
+
+
+SMOKE = ["+grid=smoke"]
+LARGE = ["+grid=ladder", "grid.sizes=[2e6]", "grid.tokens=[100000]", "grid.tokens_per_parameter=null"]
+MESHES = (  # a grid, a mesh, and the tuning.min_batch that both need together
+    (SMOKE, {"tp": 2, "cp": 2, "pp": 2}, 1),
+    ([*SMOKE, "tuning.horizon=size"], {"dp": 3, "zero": 3}, 3),
+    (SMOKE, {"dp": 2, "micro_batch_size": 2}, 4),
+    (LARGE, {"pp": 2, "schedule": "interleaved", "chunks": 2}, 2),
+    (["+grid=adaptive", "grid.budgets=[1e16]"], {"dp": 2}, 2),  # a later round may have odd batches
+    (["+grid=tune", "grid.flops_budget=1e13", "tuning=fixed"], {"dp": 2}, 2),
+    ([*SMOKE, "optimizer.batch_size=7"], {"dp": 2}, None),  # the rules do not choose it
+)
+
+
+@pytest.mark.parametrize(("overrides", "mesh", "least"), MESHES)
+def test_a_mesh_that_cannot_divide_the_batch_is_refused_and_changes_no_run(
+    overrides: list[str], mesh: dict[str, Any], least: int | None
+) -> None:
+    config = compose([*overrides, "cluster=local"])
+    alone = base_run(config)
+    alone.model.vocab_size = 256
+    meshed = replace(alone, parallel=ParallelConfig(**mesh))
+    assert config.grid is not None
+    if least != 1:
+        remedy = "7: 1, 7$" if least is None else rf"; or set tuning\.min_batch={least}, so that"
+        with pytest.raises(UserError, match=rf"parallel\.\w+ is \d.*{remedy}"):
+            expand_grid(config.grid, meshed, config.tuning)
+    if least is not None:
+        config.tuning.min_batch = least
+        runs = expand_grid(config.grid, meshed, config.tuning)
+        assert list(map(run_id, runs)) == list(map(run_id, expand_grid(config.grid, alone, config.tuning)))
+        assert all(run.optimizer.batch_size % least == 0 for run in runs)
+
+
+def test_a_sweep_of_an_earlier_version_grows_by_batches_that_its_mesh_divides(tmp_path: Path) -> None:
+    """Remove min_batch from its settings: the rules chose multiples of parallel.dp."""
+    config = make_config(LadderGrid(sizes=[8e3], tokens=[2**18]))
+    config.tuning, config.parallel.dp = TuningConfig(batch_tokens=PowerRule(k=400.0), min_batch=2), 2
+    sweep = write_sweep(tmp_path / "old", config)
+    settings = yaml.safe_load((sweep.path / "sweep.yaml").read_text())
+    del settings["config"]["tuning"]["min_batch"]
+    (sweep.path / "sweep.yaml").write_text(yaml.safe_dump(settings))
+    (name,) = extend.extend_sweep(sweep, ["grid.tokens=[524288]"])
+    assert sweep.run(name).config().optimizer.batch_size == 4
 
 
 def test_values_of_the_longest_run_of_a_size_keep_its_trunk() -> None:

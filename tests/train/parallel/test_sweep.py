@@ -149,11 +149,27 @@ def test_a_lone_process_is_no_run_of_four_ranks(tmp_path: Path, monkeypatch: pyt
     assert "parallel.tp 2 * parallel.dp 2 is 4 and the job has 1 rank;" in (ending.reason or "")
 
 
+@pytest.mark.slow
+def test_two_ranks_train_the_run_of_one_in_batches_of_two(tmp_path: Path) -> None:
+    runs = []
+    for mesh in ([], ["parallel.dp=2"]):
+        sweep = f"ranks{len(mesh)}"
+        grid = [*SMOKE, "grid.sizes=[4.5e4]", "grid.tokens=[16384]", "tuning.batch_tokens.k=64", "tuning.min_batch=2"]
+        assert sweep_main([*grid, *mesh, f"output_root={tmp_path}", f"sweep={sweep}"]) == 0
+        runs.append(only_run(tmp_path / sweep))
+    alone, shared = runs
+    assert alone.run_id == shared.run_id
+    assert shared.config().optimizer.batch_size == 2
+    losses = [(run.summary() or {})["val_loss"] for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=3e-4)
+
+
 def test_ranks_change_neither_budgets_nor_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Spreading a run over ranks must not make it another run."""
     planned = []
+    rules = ["tuning.batch_tokens={k:0.239,N:-0.203,D:0.673}", "tuning.min_batch=4"]
     for overrides in ([], ["parallel.dp=4", "parallel.zero=1"]):
-        arguments = ["+grid=chinchilla", *SMOKE[1:], "dry_run=true", f"output_root={tmp_path}", *overrides]
+        arguments = ["+grid=chinchilla", *SMOKE[1:], *rules, "dry_run=true", f"output_root={tmp_path}", *overrides]
         assert sweep_main(arguments) == 0
         planned.append(capsys.readouterr().out)
     on_one_rank, on_four_ranks = (set(re.findall(r"\b[0-9a-f]{10}\b", output)) for output in planned)
@@ -166,6 +182,7 @@ def test_ranks_change_neither_budgets_nor_runs(tmp_path: Path, capsys: pytest.Ca
     ("overrides", "problem"),
     [
         (["parallel.tp=3"], "parallel.tp is 3; it must divide model.heads"),
+        (["tuning.batch_tokens.k=64", "parallel.dp=2"], "batch_size 1: 1; or set tuning.min_batch=2"),
         (["cluster=slurm", "dry_run=true", "cluster.ranks_per_node=1", "parallel.tp=2"], "cluster.ranks_per_node 1,"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
