@@ -212,8 +212,8 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
         )
     if config.tuning.choose_batch and (ones := sum(run.optimizer.batch_size == 1 for run in runs)):
         remarks.append(
-            f"{ones} of {len(runs)} runs have a batch of one sequence; tuning.min_batch=4 would save time and cost "
-            "some loss: docs/tune.md has measured values"
+            f"the batch of {ones} of {len(runs)} runs is one sequence; tuning.min_batch=4 saves time and costs some "
+            "loss, which docs/tune.md measures"
         )
     if config.trunks and depends_on_D(config.tuning):
         horizon = config.tuning.horizon
