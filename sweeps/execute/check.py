@@ -37,13 +37,14 @@ def corners(runs: list[RunDirectory]) -> list[RunDirectory]:
 def variants(run: RunConfig) -> list[dict[str, Any] | None]:
     """Return six settings of a run: its own, another seed, half and twice the learning rate, half and twice the batch.
 
-    One is None if its batch would be less than a sequence.
+    One is None if its batch would be less than a sequence, or if parallel.dp does not divide it.
     """
     values = {k: v for k, v in flatten(identity(run)).items() if k.partition(".")[0] not in ("data", "recipe")}
-    rate, batch = "optimizer.learning_rate", "optimizer.batch_size"
+    rate, batch, dp = "optimizer.learning_rate", "optimizer.batch_size", run.parallel.dp
     changes = [{"seed": run.seed + 1}, {rate: values[rate] / 2}, {rate: values[rate] * 2}]
     changes += [{batch: values[batch] // 2}, {batch: values[batch] * 2}]
-    return [values, *(None if change.get(batch) == 0 else values | change for change in changes)]
+    shared = [(size := change.get(batch, dp)) >= dp and size % dp == 0 for change in changes]
+    return [values, *(values | change if fits else None for change, fits in zip(changes, shared, strict=True))]
 
 
 def check_corners(sweep: SweepDirectory) -> int:

@@ -48,7 +48,7 @@ def expand_grid(
                 fingerprints[steps] = recipe.fingerprint(steps)
             data = replace(point.data, recipe=list(steps), recipe_fingerprint=fingerprints[steps])
             run = replace(point, data=data, seed=seed)
-            check_mesh(run, grid, tuner.rules)
+            check_run(run, grid, tuner.rules)
             if (other := runs.setdefault(run_id(run), run)).variant != run.variant:
                 same = f"grid.variants.{run.variant} has the same run as {other.variant}, {run_label(other)}"
                 raise UserError(f"{same}; variants must not share a run, so remove one")
@@ -59,7 +59,7 @@ def expand_grid(
     return list(runs.values())
 
 
-def check_mesh(run: RunConfig, grid: GridConfig, rules: TuningConfig) -> None:
+def check_run(run: RunConfig, grid: GridConfig, rules: TuningConfig) -> None:
     """Validate a run. If its mesh cannot divide a batch that the rules choose, the error names tuning.min_batch."""
 
     def refusal(**optimizer: int) -> UserError | None:
