@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +13,14 @@ from rich.table import Table
 from ...train.errors import counted
 from ..config import ClusterConfig
 from ..plan.sweep_plan import Plan, makespan
+from ..results.accounting import describe_slowdown, slowdown
 from ..runs.directory import ENDS, SweepDirectory
 from ..runs.forms import JobShape
 from ..terminal import console, describe_seconds, plain_table, short
 from .controller import workers_for
 
 MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are shown, else the first and the last
+RECENT = 16  # runs, the last to have started, whose speed calibrates the time left
 
 
 def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str] | None = None) -> None:
@@ -117,10 +118,9 @@ class LiveView:
             for run in plan.runs
             if sweep.run(run.run_id).state().state not in ("done", "diverged", "cancelled")
         }
-        self._total, self._started = len(self._left), time.monotonic()
-        self._estimate = sum(self._left.values())
+        self._total, self._estimate = len(self._left), sum(self._left.values())
         self._running: dict[str, None] = {}
-        self._claimed: set[str] = set()
+        self._claimed: dict[str, None] = {}
         self._scored = 0
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[note]}"))
         terminal = Console(stderr=True)
@@ -159,7 +159,7 @@ class LiveView:
         if before and (name in self._claimed or before[-1].cause not in ("preempted", "cancelled")):
             last = before[-1]
             self._say(f"run {name}: attempt {last.attempt} ended ({last.cause}: {last.reason}); retrying")
-        self._claimed.add(name)
+        self._claimed[name] = None
         self._running[name] = None
         self._left.setdefault(name, self._planned[name].estimated_seconds)
 
@@ -188,17 +188,24 @@ class LiveView:
                 self._bars[name] = self._live.add_task(self._labels[name], total=1.0, note=note)
             self._live.update(self._bars[name], completed=progress[name], note=note)
         left = sum(seconds * (1 - progress.get(name, 0.0)) for name, seconds in self._left.items())
-        note = f"{self._total - len(self._left)}/{self._total} done · {describe_seconds(self._eta(left))} left"
+        note = f"{self._total - len(self._left)}/{self._total} done · {self._eta(left)}"
         if self._scored:
             note += f" · {self._scored} scored"
         self._live.update(self._all, completed=self._estimate - left, note=note)
 
-    def _eta(self, left: float) -> float:
-        spent = time.monotonic() - self._started
-        done = self._estimate - left
-        pace = spent * self._jobs / done if done > 0.02 * self._estimate else 1.0
+    def _eta(self, left: float) -> str:
+        """Describe when the last run ends, by the speed of recent runs, if runs take `left` estimated seconds more."""
+        ratio = slowdown(map(self._speed, list(self._claimed)[-RECENT:]))
         whole = makespan(sorted(self._left.values(), reverse=True), self._jobs)
-        return whole * pace * left / max(sum(self._left.values()), 1e-9)
+        eta = f"ETA {describe_seconds(whole * ratio * left / max(sum(self._left.values()), 1e-9))}"
+        return f"{eta} ({slow})" if (slow := describe_slowdown(ratio)) else eta
+
+    def _speed(self, name: str) -> dict[str, Any]:
+        run = self._sweep.run(name)
+        record, last = run.record(), run.last_metrics()
+        measured = {"step": last.get("step", 0), "tokens_per_s": last.get("tokens_per_s")}
+        seconds = sum(attempt.seconds for attempt in record.attempts)
+        return vars(self._planned[name]) | measured | {"state": record.state.state, "seconds": seconds}
 
     def _ended_line(self, name: str) -> str:
         run = self._sweep.run(name)
@@ -206,8 +213,8 @@ class LiveView:
         done = self._total - len(self._left)
         head = f"[{done:>{len(str(self._total))}}/{self._total}] {self._labels[name]}"
         if state.state == "done" and summary is not None:
-            eta = describe_seconds(self._eta(sum(self._left.values())))
-            return f"{head}  loss {summary['val_loss']:.4f}  {describe_seconds(summary['seconds']):>7}  ETA {eta}"
+            eta = self._eta(sum(self._left.values()))
+            return f"{head}  loss {summary['val_loss']:.4f}  {describe_seconds(summary['seconds']):>7}  {eta}"
         return f"{head}  {state}"
 
     def _say(self, line: str) -> None:

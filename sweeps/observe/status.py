@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -67,6 +67,7 @@ def sweep_status(sweep: SweepDirectory) -> dict[str, Any]:
         "core_hours": sum(row["core_hours"] for row in rows),
         "retries": spent,
         "eta_seconds": sweep_eta(rows),
+        "slowdown": accounting.slowdown(rows),
         "unattended": unattended,
         "copy_of": str(original.path) if original is not None else None,
         "runs": rows,
@@ -204,19 +205,16 @@ def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
     return slurm_jobs.is_unattended(sweep, jobs)
 
 
-def sweep_eta(rows: Iterable[Row]) -> float | None:
+def sweep_eta(rows: Sequence[Row]) -> float | None:
     """Estimate the seconds until the last run ends, if as many run at once as now; None if no run is running.
 
-    Waiting runs take their estimated seconds times the ratio of actual to estimated seconds of finished runs.
+    Waiting runs take their estimated seconds times the slowdown of the others.
     """
     unfinished = [row for row in rows if row["state"] in OPEN and not row["cancel_asked"]]
-    done = [row for row in rows if row["state"] == "done" and row["seconds"] and row["estimated_seconds"]]
-    estimated = sum(row["estimated_seconds"] for row in done)
-    wrong = sum(row["seconds"] for row in done) / estimated if estimated else 1.0
-    places, waiting = [], []
+    slowdown, places, waiting = accounting.slowdown(rows), [], []
     for row in unfinished:
         share = (row["steps"] - max(row["step"], row["first_step"])) / max(1, row["steps"] - row["first_step"])
-        seconds = share * row["estimated_seconds"] * wrong
+        seconds = share * row["estimated_seconds"] * slowdown
         if row["state"] == "running" and not row["silent"]:
             places.append(row["eta_seconds"] if row["eta_seconds"] is not None else seconds)
         else:
@@ -272,6 +270,8 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
         totals.append(counted(status["retries"], "retry", "retries"))
     if status["eta_seconds"] is not None:
         totals.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
+    if slow := accounting.describe_slowdown(status["slowdown"]):
+        totals.append(f"runs train {slow}")
     lines += [", ".join(totals)] if totals else []
     if status["unattended"]:
         lines.append(f"{NO_KEEPER}; {BRING_BACK}")

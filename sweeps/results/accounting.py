@@ -30,6 +30,9 @@ WORDS = {name: name for name in ("hung", "preempted", "cancelled", "diverged", "
     "unknown": "cause unknown",
 }
 
+SETTLED = 0.02  # share of its own steps after which a run's speed counts: the first ones compile and fill caches
+SLOW = 1.5  # times slower than planned, from which users are told; chosen by hand
+
 Planned = dict[str, Any]  # a run of plan.json
 
 
@@ -206,6 +209,30 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
     if not before or "seconds" not in before[-1]:
         return float(summary.get("seconds", 0.0)) * (1 - first / planned["steps"])
     return max(0.0, float(summary.get("seconds", 0.0)) - before[-1]["seconds"] * first / before[-1]["step"])
+
+
+def slowdown(rows: Iterable[Mapping[str, Any]]) -> float:
+    """Return how many times slower than planned runs train: the median over done and running runs; 1 without any.
+
+    A row has a run's fields of plan.json, its state, its step, and its tokens_per_s; of a done run the seconds of its
+    attempts count instead, which include start-up and held-out losses.
+    """
+    ratios = []
+    for row in rows:
+        seconds, first, steps = None, row["first_step"], row["steps"]
+        if row["state"] == "done":
+            seconds = row["seconds"]
+        elif row["state"] == "running" and row["step"] - first > SETTLED * (steps - first) and row["tokens_per_s"]:
+            seconds = row["D"] * (1 - first / steps) / row["tokens_per_s"]
+        if seconds and row["estimated_seconds"]:
+            ratios.append(seconds / row["estimated_seconds"])
+    import statistics  # slow to import, and `isoflop status` of a new sweep does not need it
+
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def describe_slowdown(ratio: float) -> str:
+    return f"{ratio:.1f} times slower than planned" if ratio >= SLOW else ""
 
 
 def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[int, dict[str, float]]]:

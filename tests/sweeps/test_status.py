@@ -22,7 +22,7 @@ from isoflop.sweeps.observe import logs, status
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting
 from isoflop.sweeps.results.finish import cost_lines, print_law
-from isoflop.sweeps.runs import membership
+from isoflop.sweeps.runs import lease, membership
 from isoflop.sweeps.runs.attempts import Attempt
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory, now_on
 from isoflop.sweeps.runs.journal import OLD_LINES, Started, append
@@ -210,6 +210,11 @@ def test_a_sweep_ends_with_its_last_run_on_the_workers_of_now() -> None:
     done = [estimate("done", 100, seconds=200.0)]
     assert status.sweep_eta([*running, *waiting, *done]) == 210.0
     assert status.sweep_eta(waiting) is None
+    # One that trains at half its planned speed counts like them, once it is past its first steps.
+    slow = {"D": 1000, "tokens_per_s": 5.0}
+    first, second = (estimate("running", 100, step=step, eta_seconds=10.0, **slow) for step in (1, 50))
+    assert [accounting.slowdown([row, *waiting]) for row in (first, second)] == [1.0, 2.0]
+    assert status.sweep_eta([second, *waiting]) == 10 + 2 * (100 + 50 + 30)
     cancelled = estimate("planned", 1e6, cancel_asked=True)
     assert status.sweep_eta([*running, *waiting, cancelled]) == 120.0
 
@@ -406,6 +411,29 @@ def test_a_retried_run_is_reported_and_counted_once(tmp_path: Path, capsys: pyte
         assert f"[2/2] {second_id}" in output
         view.update([])
         assert capsys.readouterr().out == ""
+
+
+def test_a_machine_slower_than_planned_is_named_with_a_time_left_that_fits(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = [run.config() for run in sweep.runs()]
+    planned, slow = plan_runs(configs, ClusterConfig(), 1e9, 1), "3.5 times slower than planned"
+    write_json(sweep.path / "plan.json", planned.to_dict())
+    done, running, *_ = sweep.runs()
+    seconds = planned.runs[0].estimated_seconds
+    with LiveView(sweep, planned) as view:
+        for run in (done, running):
+            begin(run, seconds_ago=4 * seconds)
+        metrics(running, step=32, tokens_per_s=2**16 / (3 * seconds))
+        view.update([{"task": "train", "run": run.run_id} for run in (done, running)])
+        write_json(done.path / "summary.json", {"val_loss": 1.5, "seconds": 3.0})
+        lease.conclude(done, lease.Ending("done"))
+        view.update([])
+    left = terminal.describe_seconds(3 * 3.5 * seconds)
+    assert f"ETA {left} ({slow})" in capsys.readouterr().out, "the median of 4 and 3, for three runs"
+    running.give_sign()
+    status.show_status(sweep)
+    assert f"runs train {slow}" in capsys.readouterr().out
 
 
 def test_the_costs_of_a_sweep_are_two_lines() -> None:
