@@ -116,7 +116,8 @@ def compare(
     `targets` are further budgets, in FLOPs of the base. Runs are paired by size and column `seed`. Raises InputError if
     both sides share a run or differ in held-out text, or one has fewer than two N or D.
     """
-    if shared_runs := sorted({*base.run_id} & {*variant.run_id}):
+    named = all("run_id" in runs.frame for runs in (base, variant))  # else ids are the numbers of rows
+    if named and (shared_runs := sorted({*base.run_id} & {*variant.run_id})):
         raise InputError(
             f"run {shared_runs[0]} belongs to both {names[0]} and {names[1]}; the two sides must not share a run."
         )

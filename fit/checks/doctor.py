@@ -404,7 +404,7 @@ def unmatched_schedules(t: RunTable) -> Warnings:
     if off.size:
         yield Warning(
             "schedule_unmatched",
-            f"{off.size} of {len(t)} runs follow a schedule laid out for {np.nanmin(ratio[off]):.3g} to "
+            f"The schedule of {off.size} of {len(t)} runs is laid out for {np.nanmin(ratio[off]):.3g} to "
             f"{np.nanmax(ratio[off]):.3g} times their D. A run that stops before its decay ends has too high a loss, "
             "which makes short runs look bad and the exponent of N*(C) too high (Hoffmann et al. 2022, appendix B); "
             "match the schedule to D, or decay from a checkpoint.",
@@ -421,8 +421,8 @@ def long_warmup(t: RunTable) -> Warnings:
         whole = ", never reaching the peak learning rate" if share[worst[0]] >= 1 else ""
         yield Warning(
             "long_warmup",
-            f"{long.size} of {len(t)} runs warm up for a large part of their steps, up to {share[worst[0]]:.0%}{whole} "
-            f"({run_names(t, worst)}); {int(beyond.sum())} of them for more tokens than they have parameters. Their "
+            f"Warm-up is a large part of the steps of {long.size} of {len(t)} runs, up to {share[worst[0]]:.0%}{whole} "
+            f"({run_names(t, worst)}), and of {int(beyond.sum())} of them more tokens than they have parameters. Their "
             "losses are too high, which in Porian et al. 2024 raised the exponent of N*(C) from 0.60 to 0.71; warm up "
             "for at most N tokens, or leave these runs out.",
         )

@@ -135,8 +135,15 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
     with suppress(UserError):  # see `_version`
         config = recorded(settings)
     policy = Policy.of(config.cluster)
-    yield from _file_system(sweep)
+    yield from _disk(sweep)
     yield from _files(sweep)
+    if (problem := lock_problem(sweep.path)) is not None:
+        how = (
+            "use a file system with locks, such as NFS without nolock; until then two jobs may train the same run, and "
+            "runs are not checked"
+        )
+        yield Fault("locks", problem, sweep.path, None, how)
+        return
     yield from _orphans(sweep, policy)
     yield from _nodes(sweep)
     runs = {run.run_id: run for run in _members(sweep)}
@@ -181,13 +188,10 @@ def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
             yield Fault("curve", what, sweep.run(str(name)).path, None, how, "note")
 
 
-def _file_system(sweep: SweepDirectory) -> Iterator[Fault]:
+def _disk(sweep: SweepDirectory) -> Iterator[Fault]:
     free = shutil.disk_usage(sweep.path).free
     if free < LEAST_BYTES:
         yield Fault("disk", f"only {free / 1e6:.0f} MB are free on the disk", sweep.path, None, "free some space")
-    if not locks_work(sweep.path):
-        how = "use a file system with locks, such as NFS without nolock; until then two jobs may train the same run"
-        yield Fault("locks", "two processes can hold the same file lock here", sweep.path, None, how)
 
 
 def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
@@ -200,17 +204,18 @@ def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
                 yield Fault("node", f"{host}: {finding.said}", sweep.path / PREFLIGHT, None, how, severity)
 
 
-def locks_work(folder: Path) -> bool:
-    """Return whether a file lock in `folder` keeps other processes out."""
+def lock_problem(folder: Path) -> str | None:
+    """Return why a file lock in `folder` keeps no other process out, or None if it does."""
     path = folder / ".doctor.lock"
     try:
         with path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return subprocess.run([sys.executable, "-ISc", PROBE, str(path)], capture_output=True).returncode != 0
+            probe = subprocess.run([sys.executable, "-ISc", PROBE, str(path)], capture_output=True)
     except BlockingIOError:  # another doctor process holds it, so locks work
-        return True
-    except OSError:
-        return False
+        return None
+    except OSError as error:
+        return f"no file can be locked here ({error.strerror})"
+    return "two processes can hold the same file lock here" if probe.returncode == 0 else None
 
 
 def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
@@ -226,10 +231,16 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
             yield Fault("orphan", what, run.path, repair, "reconciled; the run may be retried")
     if on_slurm and not any(unreadable(sweep.path / "jobs" / LAUNCH, "", LaunchFile)):  # see `_files`
         try:
-            if is_unattended(sweep, jobs_of(sweep, patience=0.0)):
-                yield Fault("keepers", NO_KEEPER, sweep.path / "jobs", None, BRING_BACK)
+            jobs = jobs_of(sweep, patience=0.0)
         except UserError as error:
             yield Fault("slurm", str(error), sweep.path / "jobs", None, "its jobs were not checked", "note")
+            return
+        if is_unattended(sweep, jobs):
+            yield Fault("keepers", NO_KEEPER, sweep.path / "jobs", None, BRING_BACK)
+        if suspended := [job.name for job in jobs if job.suspended]:
+            what = f"SLURM has suspended {counted(len(suspended), 'job')}: {', '.join(suspended)}"
+            how = "each goes on when SLURM resumes it, or an administrator does with `scontrol resume JOB`"
+            yield Fault("suspended", what, sweep.path / "jobs", None, how, "note")
 
 
 def _members(sweep: SweepDirectory) -> list[RunDirectory]:

@@ -187,9 +187,12 @@ def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> No
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
-    """Set `waits` in each row to SLURM's reason why its workers wait, or None. Returns True if keepers are missing."""
+    """Set in each row `waits`, SLURM's reason why its workers wait or None, and whether its job is `suspended`.
+
+    Returns True if keepers are missing.
+    """
     for row in rows:
-        row["waits"] = None
+        row |= {"waits": None, "suspended": False}
     if not (sweep.path / "jobs" / "launch.json").exists() or all(row["state"] not in OPEN for row in rows):
         return False
     from ..slurm import jobs as slurm_jobs
@@ -199,7 +202,9 @@ def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
     except UserError:  # SLURM does not answer, or launch.json is damaged
         return False
     reasons = {job.shape: job.reason for job in jobs if job.waits and job.shape is not None}
+    suspended = {job.name for job in jobs if job.suspended}
     for row in rows:
+        row["suspended"] = row["state"] == "running" and row["job_id"] in suspended
         if row["state"] in ("queued", "preempted") and row["shape"]:
             row["waits"] = reasons.get(JobShape(**row["shape"]))
     return slurm_jobs.is_unattended(sweep, jobs)
@@ -361,8 +366,9 @@ def _cells(row: Row) -> list[str]:
 def _note(row: Row) -> str:
     age = None if row["heartbeat_age"] is None else describe_seconds(row["heartbeat_age"])
     notes = {
-        "no sign of life" + ("" if age is None else f" for {age}"): row["silent"],
-        f"alive {age} ago": age is not None and not row["silent"],
+        "suspended by SLURM": row["suspended"],
+        "no sign of life" + ("" if age is None else f" for {age}"): row["silent"] and not row["suspended"],
+        f"alive {age} ago": age is not None and (row["suspended"] or not row["silent"]),
         str(row["left_band"]): row["left_band"],
         f"waits: {row['waits']}": row["waits"],
         f"retried {row['retries']}x": row["retries"],

@@ -367,14 +367,29 @@ def lock_token(path: Path) -> str:
 
 def _locked(path: Path, timeout: float, what: str) -> AbstractContextManager[object]:
     """Take a lock on `path`, and record this process as owner; raise Busy, naming `what`, after `timeout` seconds."""
-    from filelock import FileLock, Timeout
+    from filelock import Timeout
 
-    owner_file, lock = path.with_name(path.name + ".owner"), FileLock(path)
+    owner_file = path.with_name(path.name + ".owner")
     try:
-        held = lock.acquire(timeout=timeout)
+        held = take_lock(path, timeout)
     except Timeout as error:
         owner = read_json(owner_file) or {}
         raise Busy(f"{what} is held by process {owner.get('pid', '?')} on {owner.get('host', '?')}") from error
+    try:
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "token": os.urandom(8).hex()}
+        write_json(owner_file, owner, flush=False)
+    except BaseException:
+        held.__exit__(None, None, None)
+        raise
+    return held
+
+
+def take_lock(path: Path, timeout: float) -> AbstractContextManager[object]:
+    """Take a lock on `path`. Raises filelock.Timeout, or UserError on a file system without locks."""
+    from filelock import FileLock  # slow to import, and status needs no lock
+
+    try:
+        return FileLock(path).acquire(timeout=timeout)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
@@ -382,10 +397,3 @@ def _locked(path: Path, timeout: float, what: str) -> AbstractContextManager[obj
             f"{path.parent} is on a file system without locks on {this_node()} ({error.strerror}), which would let two "
             "workers train one run; mount it with locks (NFS: without nolock), or choose another output_root"
         ) from error
-    try:
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "token": os.urandom(8).hex()}
-        write_json(owner_file, owner, flush=False)
-    except BaseException:
-        lock.release()
-        raise
-    return held

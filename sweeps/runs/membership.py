@@ -10,7 +10,7 @@ from ...train.config import RunConfig, run_id
 from ...train.errors import UserError
 from ...train.files import read_document, write_json
 from .attempts import RETRIED, Policy, decide
-from .directory import OPEN, AtWork, RunDirectory, SweepDirectory
+from .directory import OPEN, AtWork, RunDirectory, SweepDirectory, take_lock
 from .forms import FolderName
 from .journal import Planned
 
@@ -29,11 +29,11 @@ def add_runs(
         replaces: the id of the run that they replace.
         planned: also add runs that are in the current plan, so that every later plan keeps them.
     """
-    from filelock import FileLock, Timeout  # slow to import, and status needs no lock
+    from filelock import Timeout  # slow to import, and status needs no lock
 
     present = set() if planned else {run["run_id"] for run in sweep.plan()["runs"]}
     try:
-        with FileLock(sweep.path / f".{ADDED}.lock", timeout=60):
+        with take_lock(sweep.path / f".{ADDED}.lock", timeout=60):
             added = _added(sweep)
             fresh = [run for run in runs if run_id(run) not in present | added.keys()]
             for run in fresh:

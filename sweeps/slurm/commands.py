@@ -51,10 +51,11 @@ class QueuedJob:
     is_pending: bool
     reason: str  # why it waits
     comment: str
+    is_suspended: bool = False  # stopped where it runs, by an administrator or by a job of higher priority
 
 
 def queue(own: bool = False, patience: float = PATIENCE) -> list[QueuedJob]:
-    """Return the pending and running jobs of all users; with `own`, of this user only.
+    """Return the pending, running and suspended jobs of all users; with `own`, of this user only.
 
     Raises:
         UserError: SLURM does not answer within `patience` seconds.
@@ -67,7 +68,10 @@ def queue(own: bool = False, patience: float = PATIENCE) -> list[QueuedJob]:
             f"cluster is 'slurm', but squeue does not answer ({words(answer)}); use cluster=local, or try again later"
         )
     rows = (line.split("|", 3) for line in answer.stdout.splitlines() if line.count("|") >= 3)
-    return [QueuedJob(name, state == "PENDING", reason, comment) for name, state, reason, comment in rows]
+    return [
+        QueuedJob(name, state == "PENDING", reason, comment, state == "SUSPENDED")
+        for name, state, reason, comment in rows
+    ]
 
 
 def release(jobs: Iterable[str]) -> None:

@@ -48,6 +48,7 @@ class SweepJob:
     held: bool  # by a user or an administrator
     stranded: bool  # on hold because SLURM could not launch it
     reason: str
+    suspended: bool
 
 
 def jobs_of(sweep: SweepDirectory, patience: float = slurm.PATIENCE) -> list[SweepJob]:
@@ -60,8 +61,8 @@ def jobs_of(sweep: SweepDirectory, patience: float = slurm.PATIENCE) -> list[Swe
     for job in slurm.queue(patience=patience):
         if match := pattern.search(job.comment):
             stranded = STRANDED.search(job.reason) is not None
-            kind, held = cast(Kind, match[1]), job.reason in HELD
-            jobs.append(SweepJob(job.name, kind, shape_of(match[2]), job.is_pending, held, stranded, job.reason))
+            kind, held, shape = cast(Kind, match[1]), job.reason in HELD, shape_of(match[2])
+            jobs.append(SweepJob(job.name, kind, shape, job.is_pending, held, stranded, job.reason, job.is_suspended))
     return jobs
 
 

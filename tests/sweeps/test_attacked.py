@@ -113,7 +113,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         conduct, "_conduct_here", lambda prepared, only=None: conduct.outcome(prepare.from_disk(prepared.sweep))
     )
-    monkeypatch.setattr(doctor, "locks_work", lambda folder: True)
+    monkeypatch.setattr(doctor, "lock_problem", lambda folder: None)
     monkeypatch.setattr(fit, "analyze", analyze_quickly)
     monkeypatch.setattr(
         fit, "write_report", lambda analysis, folder, **named: write_json(folder / "law.json", analysis.to_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -350,12 +351,20 @@ def test_a_sweep_without_keepers_is_reported(
 def test_a_full_disk_and_locks_without_effect_are_reported(
     sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert doctor.locks_work(sweep.path)
+    assert doctor.lock_problem(sweep.path) is None
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e6))
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # like a file system that grants every lock
     findings = examine_sweep(sweep, repair=True)
     assert kinds(findings) == ["disk", "locks"]
     assert all(finding.is_left for finding in findings)
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)  # filelock calls it too, for each run
+    *_, last = examine_sweep(sweep, repair=True)
+    assert (last.kind, last.where) == ("locks", sweep.path)
+    assert "(No locks available)" in last.what
 
 
 @pytest.mark.slow

@@ -9,13 +9,15 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory, lock_token
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
-from isoflop.train.files import read_json_lines
+from isoflop.train.files import read_json_lines, write_json
 from isoflop.train.job.failure import Cause, Failure, forget_failure, note_failure, read_failure
 from small_runs import set_state
 
@@ -225,7 +227,9 @@ def test_a_file_system_without_locks_is_named_with_what_to_do(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     run = directory(tmp_path)
-    for lock in (run.lock, SweepDirectory(tmp_path).lock):
+    sweep = SweepDirectory(tmp_path)
+    write_json(sweep.path / "plan.json", {"runs": []})
+    for lock in (run.lock, sweep.lock, partial(membership.add_runs, sweep, [], "extended")):
         with pytest.raises(UserError, match="without locks") as error:
             lock()
         assert os.strerror(code) in str(error.value)

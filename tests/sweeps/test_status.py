@@ -19,6 +19,7 @@ from isoflop.sweeps.execute.display import LiveView, print_plan
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.grid.ladder import LadderGrid
 from isoflop.sweeps.observe import logs, status
+from isoflop.sweeps.observe.doctor import examine_sweep
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting
 from isoflop.sweeps.results.finish import cost_lines, print_law
@@ -226,7 +227,8 @@ def test_status_shows_why_a_job_waits_and_asks_slurm_once(
     program.parent.mkdir()
     queued, preempted, running, _ = sweep.runs()
     worker = f"12_1|PENDING|Resources|isoflop:0:worker:{label_of(sweep.planned_runs()[0].shape)}"
-    program.write_text(f"#!/bin/sh\necho call >> {calls}\necho '{worker}'\n")
+    stopped = worker.replace("12_1|PENDING|Resources", "12_0|SUSPENDED|None")
+    program.write_text(f"#!/bin/sh\necho call >> {calls}\necho '{worker}'\necho '{stopped}'\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     set_state(queued, "queued")
@@ -238,6 +240,12 @@ def test_status_shows_why_a_job_waits_and_asks_slurm_once(
     reasons = {row["run_id"]: row["waits"] for row in status.sweep_status(sweep)["runs"]}
     assert [reasons[run.run_id] for run in (queued, preempted, running)] == ["Resources", "Resources", None]
     assert calls.read_text() == "call\n"
+    running.give_sign()
+    os.utime(running.path / "heartbeat", (now_on(running.path) - 100,) * 2)
+    assert status._note(row_of(sweep, running)) == "suspended by SLURM, alive 1.7 min ago"
+    suspended = next(fault for fault in examine_sweep(sweep, repair=False) if fault.kind == "suspended")
+    assert "1 job: 12_0" in suspended.what
+    assert "scontrol resume" in suspended.how
 
 
 def fail(run: RunDirectory, cause: str) -> None:
