@@ -138,11 +138,8 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
     yield from _disk(sweep)
     yield from _files(sweep)
     if (problem := lock_problem(sweep.path)) is not None:
-        how = (
-            "use a file system with locks, such as NFS without nolock; until then two jobs may train the same run, and "
-            "runs are not checked"
-        )
-        yield Fault("locks", problem, sweep.path, None, how)
+        how = "use a file system with locks, such as NFS without nolock; until then two jobs may train the same run"
+        yield Fault("locks", f"{problem}, so runs were not checked", sweep.path, None, how)
         return
     yield from _orphans(sweep, policy)
     yield from _nodes(sweep)
@@ -214,7 +211,7 @@ def lock_problem(folder: Path) -> str | None:
     except BlockingIOError:  # another doctor process holds it, so locks work
         return None
     except OSError as error:
-        return f"no file can be locked here ({error.strerror})"
+        return f"no file can be locked in {folder} ({error.strerror})"
     return "two processes can hold the same file lock here" if probe.returncode == 0 else None
 
 
@@ -238,8 +235,8 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
         if is_unattended(sweep, jobs):
             yield Fault("keepers", NO_KEEPER, sweep.path / "jobs", None, BRING_BACK)
         if suspended := [job.name for job in jobs if job.suspended]:
-            what = f"SLURM has suspended {counted(len(suspended), 'job')}: {', '.join(suspended)}"
-            how = "each goes on when SLURM resumes it, or an administrator does with `scontrol resume JOB`"
+            what = f"{counted(len(suspended), 'job is', 'jobs are')} suspended by SLURM"
+            how = f"wait, or ask an administrator for `scontrol resume {','.join(suspended)}`"
             yield Fault("suspended", what, sweep.path / "jobs", None, how, "note")
 
 

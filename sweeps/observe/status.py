@@ -187,10 +187,7 @@ def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> No
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
-    """Set in each row `waits`, SLURM's reason why its workers wait or None, and whether its job is `suspended`.
-
-    Returns True if keepers are missing.
-    """
+    """Set `waits` (SLURM's reason, or None) and `suspended` in each row. Returns True if keepers are missing."""
     for row in rows:
         row |= {"waits": None, "suspended": False}
     if not (sweep.path / "jobs" / "launch.json").exists() or all(row["state"] not in OPEN for row in rows):

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from ...train.config import RunConfig
 from ...train.data.recipe.pool import usable_cores
+from ...train.errors import counted
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig, GridConfig
 from ..runs.forms import PlanFile
@@ -98,8 +99,7 @@ def run_kind(run: RunConfig) -> str:
 
 def place_of(cluster: ClusterConfig, threads: int) -> str:
     """Return the key of calibration.json for the machine or SLURM partition where a cluster's runs train."""
-    count, what = (cluster.gpus_per_job, "GPU") if cluster.gpus_per_job else (threads, "thread")
-    has = f"{count} {what}{'s' * (count > 1)}"
+    has = counted(cluster.gpus_per_job, "GPU") if cluster.gpus_per_job else counted(threads, "thread")
     if cluster.kind == "slurm":
         only = f" {cluster.constraint}" if cluster.constraint else ""
         return f"slurm {cluster.partition or 'default partition'}{only}, {has} a rank"

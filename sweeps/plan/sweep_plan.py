@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...train.config import ParallelConfig, RunConfig, run_id
@@ -21,6 +21,9 @@ from ..runs.forms import JobShape, PlannedRun
 from .rates import Calibration, half_speed_width, run_kind
 from .trunks import own_flops
 
+# Seconds of a step on a CPU that no FLOPs explain: of its Python (a model of width 8 takes 3 to 5 ms of CPU time), and
+# of messages, for each further rank (the fastest steps of pp=2 cp=2 on two cores take 50 to 70 ms).
+STEP_SECONDS, EXCHANGE_SECONDS = 0.003, 0.02
 MANY_STEPS = 200_000  # a run with more steps could use a far larger batch; chosen by hand
 
 
@@ -67,6 +70,8 @@ def plan_runs(
     kinds = {name: run_kind(run) for name, run in by_id.items()}
     rates = {name: measured.rate(kinds[name], run.model.width, assumed) for name, run in by_id.items()}
     planned = [_planned(name, run, cluster, rates[name], threads) for name, run in by_id.items()]
+    if not cluster.gpus_per_job:
+        planned = [run if measured.rates.get(kinds[run.run_id]) else _with_overhead(run) for run in planned]
     # Longest first, so that the last job to start is the shortest and no core waits for a long one.
     trunks = {run.parent for run in planned}
     planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id not in trunks, run.run_id))
@@ -150,6 +155,12 @@ def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | N
         nodes=whole // groups,
         ranks_per_node=groups * parallel.tp,
     )
+
+
+def _with_overhead(run: PlannedRun) -> PlannedRun:
+    """Add the overhead of its steps, which dominates small models, to the estimate of a run on CPUs."""
+    overhead = (STEP_SECONDS + EXCHANGE_SECONDS * (run.shape.ranks - 1)) * (run.steps - run.first_step)
+    return replace(run, estimated_seconds=run.estimated_seconds + overhead)
 
 
 def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, threads: int | None) -> PlannedRun:

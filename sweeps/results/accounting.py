@@ -6,6 +6,7 @@ cause is what ended the attempt after which the run resumed from an earlier step
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -96,6 +97,7 @@ def account(sweep: SweepDirectory) -> dict[str, Any]:
         "retries": membership.retries_spent(sweep),
         "retry_budget": cluster.get("sweep_retries", 0),
         "measured_runs": plan.get("measured_runs", 0),  # runs of past sweeps behind the estimate; 0: assumed
+        "cpu_share": None if gpus else _cpu_share(every),
         "error": error,  # of the estimate, over all finished runs together
         "errors": errors,  # by width; medians
         "cluster_hours": cluster_hours,  # hours that SLURM counts for the workers; None: unknown
@@ -211,24 +213,25 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
     return max(0.0, float(summary.get("seconds", 0.0)) - before[-1]["seconds"] * first / before[-1]["step"])
 
 
-def slowdown(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Return how many times slower than planned runs train: the median over done and running runs; 1 without any.
+def _cpu_share(entries: Iterable[_Entry]) -> float | None:
+    """Return which share of the core-hours was CPU time; the rest waited for other processes. None: not recorded."""
+    attempts = [(attempt, entry.planned["shape"]["cpus"]) for entry in entries for attempt in entry.history]
+    known = [(attempt.cpu_seconds, attempt.paid * cores) for attempt, cores in attempts if attempt.cpu_seconds]
+    return sum(cpu for cpu, _ in known) / max(1e-9, sum(paid for _, paid in known)) if known else None
 
-    A row has a run's fields of plan.json, its state, its step, and its tokens_per_s; of a done run the seconds of its
-    attempts count instead, which include start-up and held-out losses.
+
+def slowdown(rows: Iterable[Mapping[str, Any]]) -> float:
+    """Return the median of actual over planned seconds of done runs and, by their speed, of running ones; else 1.
+
+    A row has a run's fields of plan.json, its state, step and tokens_per_s, and the seconds of its attempts.
     """
     ratios = []
-    for row in rows:
-        seconds, first, steps = None, row["first_step"], row["steps"]
-        if row["state"] == "done":
-            seconds = row["seconds"]
-        elif row["state"] == "running" and row["step"] - first > SETTLED * (steps - first) and row["tokens_per_s"]:
+    for row in (row for row in rows if row["estimated_seconds"]):
+        seconds, first, steps = row["seconds"] * (row["state"] == "done"), row["first_step"], row["steps"]
+        if row["state"] == "running" and row["step"] - first > SETTLED * (steps - first) and row["tokens_per_s"]:
             seconds = row["D"] * (1 - first / steps) / row["tokens_per_s"]
-        if seconds and row["estimated_seconds"]:
-            ratios.append(seconds / row["estimated_seconds"])
-    import statistics  # slow to import, and `isoflop status` of a new sweep does not need it
-
-    return statistics.median(ratios) if ratios else 1.0
+        ratios += [seconds / row["estimated_seconds"]] * (seconds > 0)
+    return statistics.median(ratios or [1.0])
 
 
 def describe_slowdown(ratio: float) -> str:
@@ -240,7 +243,6 @@ def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[in
 
     Repeated steps do not count. `low` and `high` are the quartiles of the runs' ratios.
     """
-    import statistics  # slow to import, and `isoflop status` does not need it
 
     def error(ratios: Sequence[float], ratio: float) -> dict[str, float]:
         low, _, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3

@@ -255,6 +255,8 @@ def cost_lines(costs: dict[str, Any]) -> list[str]:
     if (error := costs["error"]) is not None:
         source = counted(costs["measured_runs"], "measured run") if costs["measured_runs"] else "an assumed speed"
         head += f"; training took {error['ratio']:.2f} times its estimate from {source}"
+    if (share := costs.get("cpu_share")) is not None:
+        head += f"; {share:.0%} of the core-hours were CPU time, and the rest waited for cores or other ranks"
     wasted, waste = costs["wasted"], "nothing was wasted"
     if wasted["hours"] > 0:
         share = wasted["hours"] / used["hours"]

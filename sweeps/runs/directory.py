@@ -119,7 +119,7 @@ class RunDirectory:
 
     def lock(self, timeout: float = 60.0) -> AbstractContextManager[object]:
         """Take the run's lock. Raises Busy if another process held it for `timeout` seconds."""
-        return _locked(self.path / ".lock", timeout, f"run {self.run_id}")
+        return locked(self.path / ".lock", timeout, f"run {self.run_id}")
 
     def reserve(self) -> None:
         """Reserve disk space, so that the run's end can be recorded on a full disk."""
@@ -244,7 +244,7 @@ class SweepDirectory:
         """Take the sweep's lock. Raises AtWork if another process held it for `timeout` seconds."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            return _locked(self.path / ".lock", timeout, "sweep")
+            return locked(self.path / ".lock", timeout, "sweep")
         except Busy as error:
             raise AtWork(
                 f"{self.path} is in use ({error}); wait for it, or choose another folder with sweep=NAME"
@@ -365,31 +365,16 @@ def lock_token(path: Path) -> str:
     return str((read_json(path / ".lock.owner") or {}).get("token"))
 
 
-def _locked(path: Path, timeout: float, what: str) -> AbstractContextManager[object]:
+def locked(path: Path, timeout: float, what: str) -> AbstractContextManager[object]:
     """Take a lock on `path`, and record this process as owner; raise Busy, naming `what`, after `timeout` seconds."""
-    from filelock import Timeout
+    from filelock import FileLock, Timeout
 
-    owner_file = path.with_name(path.name + ".owner")
+    owner_file, lock = path.with_name(path.name + ".owner"), FileLock(path)
     try:
-        held = take_lock(path, timeout)
+        held = lock.acquire(timeout=timeout)
     except Timeout as error:
         owner = read_json(owner_file) or {}
         raise Busy(f"{what} is held by process {owner.get('pid', '?')} on {owner.get('host', '?')}") from error
-    try:
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "token": os.urandom(8).hex()}
-        write_json(owner_file, owner, flush=False)
-    except BaseException:
-        held.__exit__(None, None, None)
-        raise
-    return held
-
-
-def take_lock(path: Path, timeout: float) -> AbstractContextManager[object]:
-    """Take a lock on `path`. Raises filelock.Timeout, or UserError on a file system without locks."""
-    from filelock import FileLock  # slow to import, and status needs no lock
-
-    try:
-        return FileLock(path).acquire(timeout=timeout)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
@@ -397,3 +382,10 @@ def take_lock(path: Path, timeout: float) -> AbstractContextManager[object]:
             f"{path.parent} is on a file system without locks on {this_node()} ({error.strerror}), which would let two "
             "workers train one run; mount it with locks (NFS: without nolock), or choose another output_root"
         ) from error
+    try:
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "token": os.urandom(8).hex()}
+        write_json(owner_file, owner, flush=False)
+    except BaseException:
+        lock.release()
+        raise
+    return held

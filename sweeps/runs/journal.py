@@ -97,6 +97,7 @@ class Stopped(Event):
     last_step: Count = 0
     saved_step: Count = 0
     at_fault: tuple[str, ...] = ()  # nodes, if its ranks were on several
+    cpu_seconds: Amount | None = None  # see Attempt
 
 
 class Failed(Event):
@@ -209,6 +210,7 @@ def _ended(start: Started, stop: Stopped, budget: int) -> Attempt:
         gpus=start.gpus,
         share=start.share,
         at_fault=stop.at_fault,
+        cpu_seconds=stop.cpu_seconds,
         budget=budget,
     )
 

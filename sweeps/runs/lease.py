@@ -31,6 +31,7 @@ class Ending(NamedTuple):
     state: Name
     reason: str | None = None  # in a sentence; None when done
     cause: str | None = None  # one of attempts.CAUSES; None: what the state says
+    cpu_seconds: float | None = None  # see Attempt
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), en
             last_step=last,
             saved_step=saved,
             at_fault=tuple(at_fault),
+            cpu_seconds=ending.cpu_seconds,
         )
         run.log(ending.state if ending.reason is None else f"{ending.state}: {ending.reason}")
     return record

@@ -10,7 +10,7 @@ from ...train.config import RunConfig, run_id
 from ...train.errors import UserError
 from ...train.files import read_document, write_json
 from .attempts import RETRIED, Policy, decide
-from .directory import OPEN, AtWork, RunDirectory, SweepDirectory, take_lock
+from .directory import OPEN, AtWork, Busy, RunDirectory, SweepDirectory, locked
 from .forms import FolderName
 from .journal import Planned
 
@@ -29,11 +29,9 @@ def add_runs(
         replaces: the id of the run that they replace.
         planned: also add runs that are in the current plan, so that every later plan keeps them.
     """
-    from filelock import Timeout  # slow to import, and status needs no lock
-
     present = set() if planned else {run["run_id"] for run in sweep.plan()["runs"]}
     try:
-        with take_lock(sweep.path / f".{ADDED}.lock", timeout=60):
+        with locked(sweep.path / f".{ADDED}.lock", 60.0, ADDED):
             added = _added(sweep)
             fresh = [run for run in runs if run_id(run) not in present | added.keys()]
             for run in fresh:
@@ -45,8 +43,8 @@ def add_runs(
             if fresh:
                 write_json(sweep.path / ADDED, added)
             return [run_id(run) for run in fresh]
-    except Timeout as error:
-        raise AtWork(f"{sweep.path / ADDED} has been locked by another process for a minute; try again") from error
+    except Busy as error:
+        raise AtWork(f"{sweep.path} is in use ({error}, for a minute); try again") from error
 
 
 def added_runs(sweep: SweepDirectory) -> list[RunConfig]:

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...train.errors import UserError
+from ...train.errors import UserError, counted
 from ..config import ClusterConfig
 from ..runs.forms import JobShape, PlannedRun
 from . import commands as slurm
@@ -44,8 +44,7 @@ class Node:
     time_minutes: float  # that the partition allows a job
 
     def __str__(self) -> str:
-        plural = "" if self.count == 1 else "s"
-        return f"{self.count} node{plural} of {_amounts(self.gpus, self.cpus, self.memory_mb / 1024)}"
+        return f"{counted(self.count, 'node')} of {_amounts(self.gpus, self.cpus, self.memory_mb / 1024)}"
 
 
 def limits(cluster: ClusterConfig) -> Limits:

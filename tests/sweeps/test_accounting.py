@@ -218,8 +218,10 @@ def test_the_error_of_the_estimate_is_reported_by_width(tmp_path: Path) -> None:
     planned = {config.run_id: config.estimated_seconds for config in sweep.plan.runs}
     factors = dict(zip(sweep.runs, [1.0, 2.0, 4.0, 0.5, 0.5, 0.25], strict=True))
     for config in runs:
-        sweep.add(config, [attempt(1, 0, 100, 100)], seconds=planned[run_id(config)] * factors[run_id(config)])
+        attempts = [attempt(1, 0, 50, 50, "killed"), attempt(2, 50, 100, 100, cpu_seconds=2.5)]
+        sweep.add(config, attempts, seconds=planned[run_id(config)] * factors[run_id(config)])
     books = account(sweep.sweep)
+    assert books["cpu_share"] == 0.25 / sweep.plan.runs[0].shape.cpus, "of attempts that recorded it"
     assert {width: error["ratio"] for width, error in books["errors"].items()} == pytest.approx({16: 2.0, 32: 0.5})
     assert (books["errors"][16]["low"], books["errors"][16]["high"]) == pytest.approx((1.5, 3.0))
     assert books["error"] is not None

@@ -252,6 +252,19 @@ def test_a_sweep_goes_on_with_the_rates_that_it_was_first_planned_with(tmp_path:
     assert plan_runs(other, ClusterConfig(), 1e11, 1, measured=measured).measured_runs == 0
 
 
+def test_steps_on_a_cpu_have_a_cost_besides_their_flops_until_runs_were_measured() -> None:
+    base = runs()[0]
+    mesh = dataclasses.replace(base, parallel=ParallelConfig(pp=2, cp=2))
+    alone, spread = (plan_runs([run], ClusterConfig(), 1e18, 1).runs[0] for run in (base, mesh))
+    assert alone.estimated_seconds > 0.001 * base.steps
+    assert spread.estimated_seconds > 10 * alone.estimated_seconds, "ranks wait for each other"
+    assert plan_runs([base], ClusterConfig(gpus_per_job=1), 1e18, 1).estimated_seconds < 0.001
+    kind = kind_of(base.precision, "", base.batch_tokens, base.data.sequence_length)
+    measured = Calibration({kind: {base.model.width: (1e6, 1)}})
+    (run,) = plan_runs([base], ClusterConfig(), 1e18, 1, measured=measured).runs
+    assert run.estimated_seconds == run.flops_own / 1e6, "a measured rate includes it"
+
+
 def test_what_was_measured_changes_no_run() -> None:
     base = runs()[0]
     kind = kind_of(base.precision, "", base.batch_tokens, base.data.sequence_length)

@@ -244,8 +244,8 @@ def test_status_shows_why_a_job_waits_and_asks_slurm_once(
     os.utime(running.path / "heartbeat", (now_on(running.path) - 100,) * 2)
     assert status._note(row_of(sweep, running)) == "suspended by SLURM, alive 1.7 min ago"
     suspended = next(fault for fault in examine_sweep(sweep, repair=False) if fault.kind == "suspended")
-    assert "1 job: 12_0" in suspended.what
-    assert "scontrol resume" in suspended.how
+    assert "1 job is suspended" in suspended.what
+    assert "scontrol resume 12_0" in suspended.how
 
 
 def fail(run: RunDirectory, cause: str) -> None:
@@ -457,8 +457,10 @@ def test_the_costs_of_a_sweep_are_two_lines() -> None:
     for text in ("3 GPU-hours (12.0%)", "3.5e+18 FLOPs", "2 a, 3 c, 1 d and 1 more", "5 of 100 retries"):
         assert text in wasted
     costs |= {"causes": {}, "wasted": {"hours": 0.0}, "error": None, "measured_runs": 0, "retries": 0}
+    costs |= {"cpu_share": 0.25}
     costs["used"]["dollars"] = None
     spent, wasted = cost_lines(costs)
+    assert "25% of the core-hours were CPU time" in spent
     assert "$" not in spent
     assert "nothing was wasted" in wasted
 

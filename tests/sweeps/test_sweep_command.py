@@ -82,6 +82,7 @@ def test_a_sweep_writes_what_the_contract_says(smoke: tuple[Path, str]) -> None:
     # Two sizes, two D, and tiny models.
     assert {warning.code for warning in examine(read_table(sweep))} == {"few_runs", "narrow_span", "flop_convention"}
     assert (sweep / "fit" / "law.json").is_file()
+    assert json.loads((sweep / "costs.json").read_text())["cpu_share"] > 0
     assert f"report: {sweep / 'fit' / 'report.html'}\n" in output
 
 
