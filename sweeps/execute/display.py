@@ -197,8 +197,8 @@ class LiveView:
         """Describe when the last run ends, by the speed of recent runs, if runs take `left` estimated seconds more."""
         ratio = slowdown(map(self._speed, list(self._claimed)[-RECENT:]))
         whole = makespan(sorted(self._left.values(), reverse=True), self._jobs)
-        eta = f"ETA {describe_seconds(whole * ratio * left / max(sum(self._left.values()), 1e-9))}"
-        return f"{eta} ({slow})" if (slow := describe_slowdown(ratio)) else eta
+        seconds = whole * ratio * left / max(sum(self._left.values()), 1e-9)
+        return f"ETA {describe_seconds(seconds)}{describe_slowdown(ratio)}"
 
     def _speed(self, name: str) -> dict[str, Any]:
         run = self._sweep.run(name)

@@ -271,9 +271,8 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     if status["retries"]:
         totals.append(counted(status["retries"], "retry", "retries"))
     if status["eta_seconds"] is not None:
-        totals.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
-    if slow := accounting.describe_slowdown(status["slowdown"]):
-        totals.append(f"runs train {slow}")
+        slow = accounting.describe_slowdown(status["slowdown"])
+        totals.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}{slow}")
     lines += [", ".join(totals)] if totals else []
     if status["unattended"]:
         lines.append(f"{NO_KEEPER}; {BRING_BACK}")

@@ -235,7 +235,7 @@ def slowdown(rows: Iterable[Mapping[str, Any]]) -> float:
 
 
 def describe_slowdown(ratio: float) -> str:
-    return f"{ratio:.1f} times slower than planned" if ratio >= SLOW else ""
+    return f" ({ratio:.3g} times slower than planned)" if ratio >= SLOW else ""
 
 
 def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[int, dict[str, float]]]:

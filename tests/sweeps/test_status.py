@@ -441,7 +441,8 @@ def test_a_machine_slower_than_planned_is_named_with_a_time_left_that_fits(
     assert f"ETA {left} ({slow})" in capsys.readouterr().out, "the median of 4 and 3, for three runs"
     running.give_sign()
     status.show_status(sweep)
-    assert f"runs train {slow}" in capsys.readouterr().out
+    left = terminal.describe_seconds((3 / 2 + 2 * 3.5) * seconds)
+    assert f"ends in about {left} ({slow})" in capsys.readouterr().out, "half of one run, and two that wait"
 
 
 def test_the_costs_of_a_sweep_are_two_lines() -> None:
