@@ -31,7 +31,7 @@ WORDS = {name: name for name in ("hung", "preempted", "cancelled", "diverged", "
     "unknown": "cause unknown",
 }
 
-SETTLED = 0.02  # share of its own steps after which a run's speed counts: the first ones compile and fill caches
+SETTLED = 0.02  # share of the steps after which a run's speed counts: the first ones compile and fill caches
 SLOW = 1.5  # times slower than planned, from which users are told; chosen by hand
 
 Planned = dict[str, Any]  # a run of plan.json
