@@ -119,8 +119,8 @@ def identifiable(N: Array, D: Array) -> None:
 def _checked(name: str, values: ArrayLike, rows: Any, expected: str, accept: Any) -> Array:
     try:
         array = np.asarray(values)
-        if np.iscomplexobj(array):
-            raise TypeError  # NumPy would drop the imaginary part
+        if array.dtype.kind in "bcmM":
+            raise TypeError  # NumPy would read booleans, complex numbers, durations and dates as numbers
         numbers = array.astype(np.float64)
     except (TypeError, ValueError):
         raise InputError(f"{name} holds a value that is not a number; each must be {expected}.") from None

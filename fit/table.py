@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, timedelta
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -19,29 +20,43 @@ from .formatting import text
 if TYPE_CHECKING:
     import pandas as pd
 
-ALIASES = {
-    "N": ("N", "N_total", "params", "parameters", "n_params", "num_params"),
-    "D": ("D", "tokens"),
-    "loss": ("loss", "val_loss"),
+ALIASES = {  # also with other separators, in upper or lower case, and with a unit behind them
+    "N": ("N", "N_total", "params", "parameters", "n_params", "num_params", "num_parameters"),
+    "D": ("D", "tokens", "train_tokens", "tokens_seen", "n_tokens_seen"),
+    "loss": ("loss", "val_loss", "eval_loss", "validation_loss"),
     "loss_se": ("loss_se", "val_loss_se"),
     "flops": ("flops",),
-    "run_id": ("run_id",),
+    "run_id": ("run_id", "run", "run_name"),
     "group": ("group", "trunk"),
     "weight": ("weight",),
     "budget": ("budget",),
     "recipe": ("variant", "recipe"),
 }
-# Other names that suggest a role; errors propose these columns.
-PERHAPS = {"N": "param|^n([_ ]|[at]$)|size", "D": "tok|^d[_ ]", "loss": "loss|ppl|perplexity|nll", "flops": "flop|comp"}
+# Other names that suggest a role, the first that matches; errors propose these columns.
+PERHAPS = {"D": "tok|^d[_ ]", "loss": "loss|ppl|perplexity|nll", "flops": "flop|comp", "N": "param|^n([_ ]|[at]$)|size"}
 LOGARITHM = re.compile(r"(?:log|ln|lg)(2|10)?[_ ]?(\w+)", re.I)
-# 125M, 1.3B tokens, 1,000 (commas are removed first)
-SIZE = re.compile(r"(\d*\.?\d+(?:e[+-]?\d+)?) ?(?:([kmbgt])[a-z ]*)?", re.I)
+WORD = "(?:thousand|million|billion|trillion)s?|bn"
+# 125M, 1.3B tokens, 2 billion, 1,000
+SIZE = re.compile(
+    rf"(?i)((?:\d{{1,3}}(?:,\d{{3}})+|\d+|(?=\.\d))(?:\.\d*)?(?:e[+-]?\d+)?) ?({WORD}|[kmbgt])?"
+    r"(?: ?(?:tok(?:en)?|param(?:eter)?|flop)s?)?"
+)
+# params (M), tokens [in billions], FLOPs (1e18), tokens_b, D_billions
+UNIT = re.compile(
+    rf"(?i)(.+?)(?:[ _-]*[(\[](?:in )?({WORD}|[kmbgt]|1e\d+)(?: \w+)?[)\]]|[ _-](?:in[ _-])?({WORD}|[kmb]))"
+)
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+FACTORS |= {"thousand": 1e3, "million": 1e6, "bn": 1e9, "billion": 1e9, "trillion": 1e12}
 
-IDS = {"run_id": str, "trunk": str}  # read as text even if all digits
+SIZES = ("N", "D", "flops", "budget")
+NO_NUMBERS = (bool, np.bool_, complex, date, timedelta)  # what pandas would turn into numbers
+IDS = {"run_id": str, "run": str, "trunk": str}  # read as text even if all digits
 MOST_COLUMNS, MOST_RUNS = 20_000, 10_000
 MOST_BYTES = 8 << 20  # bytes of a header that are read
 SHOWN = 20  # columns listed in an error
+LOGGED = 50  # D per run that are logged steps, not checkpoints: published tables of those have up to 35 (Gemstones)
+LOG_LINE = re.compile(r"[=:] ?[-+]?\d")  # in a header: key=1, key: 1, 12:30
+READ = "CSV, JSON, JSON Lines or Parquet file with one row per run"
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,7 @@ class RunTable:
     source: str
     derived_d: bool = False
     dropped: int = 0
+    earlier: int = 0  # rows left out as logged steps before the last of a run
 
     def __len__(self) -> int:
         return len(self.N)
@@ -147,7 +163,7 @@ def read_table(
     drop_worst
         Number of runs of highest loss to leave out.
     """
-    frame, header, origin = _load(source)
+    frame, header, origin = load(source)
     frame, notes = _averaged(frame, source)
     if len(frame) == 0:
         raise InputError(f"{origin} has no rows; at least one run is needed.")
@@ -156,7 +172,17 @@ def read_table(
     names = _resolve(header, columns or {}, origin)
     if "recipe" in names:
         frame = frame.assign(recipe=frame[names["recipe"]])
-    rows = _finished(frame, notes, origin)
+    ids = names.get("run_id", "run_id")
+    if ids not in ("run_id", (columns or {}).get("run_id")) and frame.groupby(ids)[names["N"]].nunique().max() > 1:
+        del names["run_id"]  # a column `run` may number the seeds of every size
+    rows = finished = _finished(frame, notes, origin)
+    if "final" not in frame and "group" not in (columns or {}):
+        frame, rows = _last_steps(frame, names, rows)
+    if len(rows) > MOST_RUNS:
+        raise InputError(
+            f"{origin} has {len(rows):,} rows of finished runs; at most {MOST_RUNS:,} can be fitted (to leave out "
+            "intermediate checkpoints, add a column final that is false for them)."
+        )
     part = frame.iloc[rows]
     # Line numbers of a file with a header, for errors.
     labels = list(part.index + (2 if isinstance(source, (str, Path)) else 0))
@@ -199,6 +225,7 @@ def read_table(
         source=origin,
         derived_d="D" not in names,
         dropped=drop_worst,
+        earlier=len(finished) - len(rows),
     )
     return table.where(selected)
 
@@ -207,20 +234,36 @@ def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], notes
     if name not in names:
         return np.full(len(part), np.nan)
     column = names[name]
-    values, texts = numeric(part, column).copy(), part[column].astype(str).str.replace(",", "").str.strip()
-    for i in np.flatnonzero(np.isnan(values) & part[column].notna().to_numpy()):
-        if name in ("N", "D", "flops") and (size := SIZE.fullmatch(texts.iloc[i])):
-            values[i] = float(size[1]) * FACTORS[(size[2] or "").lower()]
-        elif texts.iloc[i].lower() != "nan":
-            raise InputError(f"{column} is {part[column].iloc[i]!r} in row {labels[i]}; a number is expected.")
+    cells = part[column].map(lambda cell: str(cell) if isinstance(cell, NO_NUMBERS) else cell)
+    unit = unit_of(column, name)[1]
+    values = numeric(part.assign(**{column: cells}), column) * unit
+    if unit != 1.0:
+        notes.append(f"{column} is taken in units of {unit:g}.")
+    for i in np.flatnonzero(np.isnan(values) & cells.notna().to_numpy()):
+        content = str(cells.iloc[i]).strip()
+        if name in SIZES and (size := SIZE.fullmatch(content)):
+            values[i] = float(size[1].replace(",", "")) * (FACTORS[size[2].lower().rstrip("s")] if size[2] else unit)
+        elif content.lower() != "nan":
+            hint = ", such as 1300000000, 1,300,000,000 or 1.3B" if name in SIZES else ""
+            raise InputError(f"{column} is {part[column].iloc[i]!r} in row {labels[i]}; a number is expected{hint}.")
     if name == "loss" and re.search("ppl|perplexity", column, re.I):
         notes.append(f"{column} is taken as a perplexity, so the loss is its natural logarithm.")
         values = np.log(np.maximum(values, 1.0))
     return values
 
 
-def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], str]:
-    """Return the table, its column names before pandas renames duplicates, and its name for messages."""
+def unit_of(column: str, name: str) -> tuple[str, float]:
+    """Return a column's name without its unit, and the factor of the unit: "tokens (B)" is "tokens" in 1e9."""
+    match = UNIT.fullmatch(column) if name in SIZES else None
+    base, unit = filter(None, match.groups()) if match else (column, "")
+    return base, FACTORS.get(unit.lower().rstrip("s")) or float(unit)
+
+
+def load(source: str | Path | pd.DataFrame, default: str = "table.csv") -> tuple[pd.DataFrame, list[str], str]:
+    """Return the table, its column names before pandas renames duplicates, and its name for messages.
+
+    Of a directory, the file `default` is read.
+    """
     import pandas as pd
 
     if isinstance(source, pd.DataFrame):
@@ -229,12 +272,13 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
         raise InputError(f"table is a {type(source).__name__}; a path or a DataFrame is expected.")
     path = Path(source)
     if path.is_dir():
-        if not (path / "table.csv").is_file():
-            raise InputError(f"{path} has no table.csv; give a sweep directory that has finished runs, or a table.")
-        path = path / "table.csv"
+        if not (path / default).is_file():
+            raise InputError(f"{path} has no {default}; give a sweep directory that has finished runs, or a table.")
+        path = path / default
     if not path.is_file():
-        raise InputError(f"{path} does not exist; give a CSV, JSON Lines or Parquet file, or a sweep directory.")
-    kind = {".parquet": "Parquet", ".pq": "Parquet", ".jsonl": "JSON Lines"}.get(path.suffix.lower(), "CSV")
+        raise InputError(f"{path} does not exist; give a {READ}, or a sweep directory.")
+    kinds = {".parquet": "Parquet", ".pq": "Parquet", ".jsonl": "JSON Lines", ".json": "JSON"}
+    kind = kinds.get(path.suffix.lower(), "CSV")
     try:
         with path.open("rb") as file:  # pandas takes minutes for a million columns
             width = file.readline(MOST_BYTES).count(b",") + 1 if kind == "CSV" else 0
@@ -242,8 +286,11 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], s
             raise InputError(f"{path} has more than {MOST_COLUMNS:,} columns; one row per run is expected.")
         if kind == "CSV":  # read_csv renames the second of two equal columns
             header = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna()
-            return pd.read_csv(path, low_memory=False, dtype=IDS), [str(name) for name in header], str(path)
-        frame = pd.read_parquet(path) if kind == "Parquet" else pd.read_json(path, lines=True)
+            separator = next((sign for sign in ";\t" if len(header) == 1 and sign in header[0]), ",")
+            header = header if separator == "," else header[0].split(separator)
+            frame = pd.read_csv(path, sep=separator, low_memory=False, dtype=IDS)
+            return frame, [str(name) for name in header], str(path)
+        frame = pd.read_parquet(path) if kind == "Parquet" else pd.read_json(path, lines=kind == "JSON Lines")
         return frame, [str(name) for name in frame.columns], str(path)
     except InputError:
         raise
@@ -277,13 +324,27 @@ def _resolve(exist: list[str], columns: Mapping[str, str], source: str) -> dict[
         raise InputError(f"column {unknown[0]!r} is not a known name; choose among {', '.join(ALIASES)}.")
     names = {}
     for name, aliases in ALIASES.items():
-        accepted = (columns[name],) if name in columns else aliases
-        present = [column for column in accepted if column in exist]
-        if present:
-            names[name] = present[0]
-        elif name in ("N", "loss") or (name in columns and accepted != ("6nd",)):
-            raise InputError(f"{source} has no column {accepted[0]!r}; it has {_some(exist)} ({_remedy(name, exist)}).")
+        column = columns.get(name) or alias_in(exist, aliases, name)
+        if column in exist:
+            names[name] = column
+        elif name in ("N", "loss") or (name in columns and column != "6nd"):
+            if len(exist) == 1 or any(map(LOG_LINE.search, exist)):
+                start = ", ".join(exist)[:60]
+                raise InputError(f"{source} begins with {start!r} and not with names of columns; give a {READ}.")
+            raise InputError(
+                f"{source} has no column {column or name!r}; it has {some(exist)} ({_remedy(name, exist)})."
+            )
     return names
+
+
+def alias_in(exist: Sequence[str], aliases: Iterable[str], name: str) -> str | None:
+    """Return the column of the first alias, of which longer ones may differ in case and separators, or have a unit."""
+    spelled = {column: column for column in exist}
+    for column in exist:
+        base = unit_of(column, name)[0]
+        spelled.setdefault(re.sub(r"[ /.-]+", "_", base.strip().lower()) if len(base) > 1 else base, column)
+    names = (alias.lower() if len(alias) > 1 else alias for alias in aliases)
+    return next((spelled[alias] for alias in names if alias in spelled), None)
 
 
 def _remedy(name: str, exist: list[str]) -> str:
@@ -291,11 +352,14 @@ def _remedy(name: str, exist: list[str]) -> str:
         if (match := LOGARITHM.fullmatch(column)) and match[2].lower() in map(str.lower, ALIASES[name]):
             power = f"{match[1]} ** t[{column!r}]" if match[1] else f"np.exp(t[{column!r}])"
             return f"{column} is a logarithm: `t[{name!r}] = {power}` makes the column of a DataFrame t"
-    perhaps = [column for column in exist if name in PERHAPS and re.search(PERHAPS[name], column, re.I)]
-    return " or ".join(f"`--column {name}={quote(c)}`" for c in perhaps or ["..."]) + " selects it"
+    roles = [next((role for role in PERHAPS if re.search(PERHAPS[role], column, re.I)), "") for column in exist]
+    perhaps = [column for column, role in zip(exist, roles, strict=True) if role == name]
+    if not perhaps:
+        return f"add one, or select it with `--column {name}=...`"
+    return " or ".join(f"`--column {name}={quote(c)}`" for c in perhaps) + " selects it"
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
@@ -313,16 +377,36 @@ def _finished(frame: pd.DataFrame, notes: list[str], source: str) -> np.ndarray:
         keep = keep & done
     if not keep.any():
         raise InputError(f"{source} has {len(frame)} rows, but none of a finished run; at least one is needed.")
-    if (runs := int(keep.sum())) > MOST_RUNS:
-        raise InputError(
-            f"{source} has {runs:,} rows of finished runs; at most {MOST_RUNS:,} can be fitted (to leave out "
-            "intermediate checkpoints, add a column final that is false for them)."
-        )
     return np.flatnonzero(keep)
 
 
+def _last_steps(frame: pd.DataFrame, names: dict[str, str], rows: np.ndarray) -> tuple[pd.DataFrame, np.ndarray]:
+    """Keep the last row with a loss of each run, if the rows are logged steps; gaps in N and D are filled from above.
+
+    Runs differ in their run id, or else in N or by a D that falls from one row of the file to the next.
+    """
+    import pandas as pd
+
+    part, size, tokens = frame.iloc[rows], names["N"], names.get("D", names.get("flops"))
+    if tokens is None or len(rows) < LOGGED:
+        return frame, rows
+    has_ids = "run_id" in names and part[names["run_id"]].duplicated().any()
+    ids = pd.factorize(part[names["run_id"] if has_ids else size])[0]
+    filled = part[[size, tokens]].groupby(ids).ffill().groupby(ids).bfill()
+    run = filled.groupby([ids, size]).ngroup()
+    D = pd.Series(numeric(filled, tokens), part.index).fillna(0.0)
+    restart = run * 0 if has_ids else D.groupby(run).diff().lt(0).groupby(run).cumsum()
+    if D.groupby([run, restart]).nunique().mean() < LOGGED:
+        return frame, rows
+    order = np.lexsort((D, np.isfinite(numeric(part, names["loss"]))))
+    last = ~pd.DataFrame({"run": run, "restart": restart}).iloc[order].duplicated(keep="last").to_numpy()
+    frame = frame.copy()
+    frame.update(filled)
+    return frame, np.sort(rows[order[last]])
+
+
 def _derived(frame: pd.DataFrame, N: Array, flops: Array | None, derive_d: str | None, source: str) -> Array:
-    exist = _some(list(map(str, frame.columns)))
+    exist = some(list(map(str, frame.columns)))
     if derive_d is None:
         hint = ", or derive D from the FLOPs with derive_d='6nd'" if flops is not None else ""
         remedy = _remedy("D", list(map(str, frame.columns)))

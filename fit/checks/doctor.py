@@ -687,6 +687,12 @@ def narrow_span(t: RunTable) -> Warnings:
 def _provenance(t: RunTable) -> Warnings:
     if t.dropped:
         yield Warning("dropped_worst", f"The {t.dropped} highest losses were dropped at the user's request.")
+    if t.earlier:
+        yield Warning(
+            "logged_steps",
+            f"{t.earlier:,} rows are logged steps before the last of each run, whose losses are too high for their D, "
+            "and are left out; `--column group=NAME`, with the column that names the run, keeps them.",
+        )
     if t.derived_d:
         yield Warning(
             "derived_d",

@@ -11,8 +11,17 @@ import numpy as np
 import pandas as pd
 
 from ..errors import Array, InputError, floats
+from ..table import ALIASES, alias_in, load, numeric, some, unit_of
 
-NAMES = {"run_id": "run"}  # columns of a sweep's curves.csv -> names here
+NAMES = {  # -> other names of a column, see ALIASES
+    "run": ALIASES["run_id"],
+    "step": ("_step", "global_step", "train_global_step"),
+    "lr": ("learning_rate", "train_lr", "train_learning_rate"),
+    "loss": (),
+    "val_loss": ALIASES["loss"][1:],
+    "N": ALIASES["N"],
+    "batch": (),
+}
 WARM = 0.02  # share of a run's steps that is left out after its warm-up; chosen by hand
 COINCIDE = 3.0  # robust standard deviations from the other runs beyond which a curve stands out
 SHARES = np.linspace(0.1, 0.9, 33)  # shares of the steps at which normalised curves are compared
@@ -38,23 +47,30 @@ class Curve:
         return Curve(self.run, self.lr, self.steps[keep], self.loss[keep], self.N)
 
 
-def read_curves(path: str | Path) -> pd.DataFrame:
-    """Read curves from a CSV or Parquet file or a sweep directory, with columns run, step, lr, loss[, N, batch]."""
-    path = Path(path)
-    path = path / "curves.csv" if path.is_dir() else path
-    try:
-        table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, low_memory=False)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as curves ({' '.join(str(error).split())[:200]}).") from None
-    return named(table)
+def read_curves(source: str | Path | pd.DataFrame, columns: Mapping[str, str] | None = None) -> pd.DataFrame:
+    """Read curves from a table or the curves.csv of a sweep, with columns run, step, lr, loss[, N, batch].
+
+    `columns` maps these names to the table's own, as in {"step": "iteration"}.
+    """
+    table, exist, origin = load(source, "curves.csv")
+    for name, column in (columns or {}).items():
+        if name not in NAMES or column not in exist:
+            names = ", ".join(NAMES)
+            raise InputError(f"columns has {name}={column!r}; it maps {names} to columns of {origin}: {some(exist)}.")
+    return named(table, columns)
 
 
-def named(table: pd.DataFrame) -> pd.DataFrame:
+def named(table: pd.DataFrame, columns: Mapping[str, str] | None = None) -> pd.DataFrame:
     """Return a copy with columns run, step, lr and loss, which is taken from val_loss if that has values."""
     if not isinstance(table, pd.DataFrame):
         raise InputError(f"curves is a {type(table).__name__}; a DataFrame with run, step, lr and loss is needed.")
-    table = table.rename(columns={a: b for a, b in NAMES.items() if a in table and b not in table}).copy()
-    if "val_loss" in table and table["val_loss"].notna().any():
+    table, columns = table.copy(), columns or {}
+    for name, aliases in NAMES.items():
+        column = columns.get(name, name if name in table else alias_in([*map(str, table)], aliases, name))
+        if column is not None:
+            unit = unit_of(column, name)[1] if name == "N" else 1.0
+            table[name] = table[column] if unit == 1.0 else numeric(table, column) * unit
+    if "val_loss" in table and "loss" not in columns and table["val_loss"].notna().any():
         table["loss"] = table["val_loss"]
         table["silent"] = table["val_loss"].isna()
     for name in ("run", "step", "lr", "loss"):

@@ -143,6 +143,8 @@ def _load(source: str | Path) -> tuple[str, dict[str, Any]]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         has_no_fit = isinstance(content, dict) and "approaches" in content and content.get("law") is None
         reason = "the report has no parametric fit" if has_no_fit else f"its format is not {FORMAT!r}"
+        if isinstance(content, dict) and "log_history" in content:
+            reason = "it is the log of one Hugging Face run; a table in JSON is a list of objects, one per run"
         raise InputError(f"{label} is not a law ({reason}); give a file that `to_json` or a report wrote.")
     return label, content
 

@@ -88,7 +88,7 @@ def sweep_command(
 @app.command("fit")
 def fit_table(
     table: Annotated[
-        Path, typer.Argument(help="A csv or parquet file, a sweep directory, or a saved law.json.", show_default=False)
+        Path, typer.Argument(help="A csv, json or parquet file, a sweep directory, or a law.json.", show_default=False)
     ],
     target_flops: Annotated[
         list[float] | None, typer.Option(help="FLOP budget to extrapolate to; repeat for more.")
@@ -125,7 +125,7 @@ def fit_table(
 
     law = loss_law(form, objective=objective, delta=delta, tied=tied, E=fixed_e)
     plain = not (column or derive_d or drop_worst) and repr(law) == repr(loss_law())
-    if table.suffix == ".json":
+    if table.suffix == ".json" and not (table.is_file() and table.read_bytes().lstrip().startswith(b"[")):
         if not plain or output is not None:
             raise UserError(
                 f"{table} is a saved law; only --target-flops, --convention, --intervals and --json apply to it"

@@ -201,8 +201,18 @@ def test_curves_are_read_from_a_sweep(tmp_path):
     renamed = curves.rename(columns={"run": "run_id"}).assign(val_loss=curves.loss.where(curves.step > 100))
     renamed.to_csv(tmp_path / "curves.csv", index=False)
     assert fit.CurveLaw().fit(fit.read_curves(tmp_path)).cooldown_seen_
-    with pytest.raises(fit.InputError, match="cannot be read as curves"):
+    with pytest.raises(fit.InputError, match="does not exist"):
         fit.read_curves(tmp_path / "none.csv")
+    # A wandb export: other names, a loss every few rows, and sizes in millions.
+    other = {"run": "run_name", "step": "_step", "lr": "train/lr", "loss": "eval/loss"}
+    export = curves.assign(loss=curves.loss.where(curves.step % 100 == 0)).rename(columns=other)
+    read = fit.read_curves(export.assign(**{"params (M)": 12.5}))
+    assert set(read.N) == {12.5e6}
+    assert fit.CurveLaw().fit(read).cooldown_seen_
+    renamed = fit.read_curves(export.rename(columns={"_step": "it"}), columns={"step": "it"})
+    pd.testing.assert_series_equal(renamed.step, read.step)
+    with pytest.raises(fit.InputError, match="columns has N='size'"):
+        fit.read_curves(curves, columns={"N": "size"})
 
 
 def test_a_run_that_does_not_collapse_stands_out():

@@ -69,7 +69,13 @@ BAD = [
     (cell(3, "loss", np.nan), {}, "loss is nan in row 3"),
     (cell(0, "N", 0), {}, "N is 0 in row 0; it must be a finite number above zero"),
     (cell(2, "D", "many"), {}, "D is 'many' in row 2; a number is expected"),
+    *((cell(2, "D", text), {}, f"D is {text!r} in row 2") for text in ("0,1B", "3,0B", "1,5", "3 tiny", "1_0")),
+    *((cell(1, name, True), {}, f"{name} is True in row 1") for name in ("N", "loss")),
+    (cell(0, "D", 1 + 1j), {}, "D is (1+1j) in row 0; a number"),
+    (frame().assign(D=pd.Timestamp("2026-01-01")), {}, "D is Timestamp"),
+    (frame().assign(loss=pd.Timedelta("1h")), {}, "loss is Timedelta"),
     (frame().drop(columns="loss"), {}, "has no column 'loss'; it has run_id, N, D"),
+    (pd.DataFrame({"step": [1], "n_tokens_seen": 9}), {}, "add one, or select it with `--column N=...`"),
     (frame().drop(columns="D"), {"derive_d": "6nd"}, "no column 'flops'"),
     (frame().rename(columns={"N": "N_no_emb"}), {}, "`--column N=N_no_emb` selects it"),
     (
@@ -129,6 +135,8 @@ FILES = [
     ("twice.csv", b"N,D,loss,N\n1,2,3,4\n", "more than one column 'N'"),
     ("ragged.csv", b"N,D,loss\n1,2,3\n1,2,3,4,5\n", "is not a readable CSV file"),
     ("noise.csv", bytes(range(128, 256)) * 20, "is not a readable CSV file"),
+    ("train.log", b"step 1 loss 3.2\nstep 2 loss 3.1\n", "begins with 'step 1 loss 3.2' and not with names of columns"),
+    ("kv.log", b"step=1, loss=3.2\nstep=2, loss=3.1\n", "not with names of columns; give a CSV, JSON"),
     ("fake.parquet", b"PAR1 but not really", "is not a readable Parquet file"),
     ("empty.parquet", b"", "is not a readable Parquet file"),
 ]
@@ -145,7 +153,7 @@ def test_a_broken_file_is_one_sentence(tmp_path, name, content, message):
 
 def test_a_missing_file_and_a_directory_without_a_table_say_what_to_give(tmp_path):
     with pytest.raises(
-        fit.InputError, match=r"does not exist; give a CSV, JSON Lines or Parquet file, or a sweep directory"
+        fit.InputError, match=r"does not exist; give a CSV, JSON, .* or Parquet file .*, or a sweep directory"
     ):
         fit.read_table(tmp_path / "no.csv")
     with pytest.raises(fit.InputError, match=r"has no table\.csv"):
@@ -172,6 +180,72 @@ def test_sizes_perplexities_and_json_lines_are_read(tmp_path):
     np.testing.assert_allclose(t.D, [2.5e9, 26e9])
     np.testing.assert_allclose(t.loss, np.log([20.0, 10.0]))
     assert "perplexity" in t.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "units"),
+    [
+        (("num_params", "train_tokens", "eval/loss"), (1, 1)),
+        (("Params", "tokens seen", "val/loss"), (1, 1)),
+        (("params (M)", "tokens [in billions]", "loss"), (1e6, 1e9)),
+        (("N_M", "tokens_b", "Loss"), (1e6, 1e9)),
+        (("N (millions)", "D (1e9)", "Val Loss"), (1e6, 1e9)),
+    ],
+)
+def test_common_names_and_their_units_are_read(names, units):
+    table = pd.DataFrame({"N": ["10", "1,000"], "D": [2.5, 4], "loss": [3, 2]}).set_axis(list(names), axis=1)
+    t = fit.read_table(table)
+    np.testing.assert_allclose(t.N, [10 * units[0], 1000 * units[0]])
+    np.testing.assert_allclose(t.D, [2.5 * units[1], 4 * units[1]])
+    assert any(names[0] in note for note in t.notes) == (units[0] != 1)
+    sized = table.astype({names[0]: object, names[1]: object})
+    sized.iloc[0, :2] = "125M", "2 billion tokens"  # a cell's unit comes first
+    np.testing.assert_allclose([fit.read_table(sized).N[0], fit.read_table(sized).D[0]], [125e6, 2e9])
+
+
+def test_json_records_semicolons_and_tabs_are_read(tmp_path):
+    table = frame()
+    table.to_json(tmp_path / "runs.json", orient="records")
+    table.to_csv(tmp_path / "semicolons.csv", sep=";", index=False)
+    table.to_csv(tmp_path / "tabs.tsv", sep="\t", index=False)
+    for path in tmp_path.iterdir():
+        np.testing.assert_allclose(fit.read_table(path).loss, table.loss)
+
+
+def logged_steps(runs=12, steps=60, every=1):
+    """Return a tracker's history: three runs of each size, a loss every few rows, and N and D in half of the others."""
+    rng, rows = np.random.default_rng(0), []
+    for run in range(runs):
+        N = 10.0 ** (7 + run // 3)
+        D = N * (5, 20, 80)[run % 3] * np.arange(1, steps + 1) / steps
+        rows.append(pd.DataFrame({"run": f"r{run}", "N": N, "D": D, "loss": 1.8 + 4e2 / N**0.3 + 2e3 / D**0.37}))
+        rows[-1].loc[np.arange(1, steps + 1) % every > 0, "loss"] = np.nan
+        rows[-1].loc[rng.random(steps) < 0.5 * (every > 1), ["N", "D"]] = np.nan
+    return pd.concat(rows, ignore_index=True)
+
+
+def test_of_logged_steps_the_last_with_a_loss_is_a_run():
+    table = logged_steps()
+    last = table.iloc[59::60]
+    by_step = table.assign(step=table.index % 60).sort_values("step", kind="stable").reset_index(drop=True)
+    for source in (table, by_step, table.drop(columns="run"), table.sample(frac=1, random_state=0)):
+        t = fit.read_table(source)
+        assert sorted(t.loss) == sorted(last.loss)
+        assert t.earlier == 12 * 59
+        assert "logged_steps" in {warning.code for warning in fit.examine(t)}
+    t = fit.read_table(logged_steps(steps=200, every=10))
+    assert sorted(t.loss) == sorted(last.loss)
+    assert (0.9 * last.D.to_numpy() < t.D).all()
+    assert len(fit.read_table(table, {"group": "run"})) == len(fit.read_table(table.assign(final=True))) == 12 * 60
+    assert len(fit.read_table(logged_steps(steps=35))) == 12 * 35  # as many as a table of checkpoints: the doctor warns
+
+
+def test_a_grid_of_separate_runs_is_not_taken_for_logged_steps():
+    N, D = np.repeat(np.geomspace(1e7, 1e9, 12), 30), np.tile(np.geomspace(1e9, 1e11, 30), 12)
+    t = pd.DataFrame({"N": N, "D": D, "loss": 1.8 + 4e2 / N**0.3 + 2e3 / D**0.37, "run": np.arange(360) % 3})
+    for table in (t, t.assign(run="grid"), t.assign(run_id="grid"), t.assign(run=np.arange(360))):
+        assert len(fit.read_table(table)) == 360
+    assert len(set(fit.read_table(t).run_id)) == 360  # here `run` numbers seeds
 
 
 def test_what_fit_offers_is_its_product_alone() -> None:

@@ -144,6 +144,8 @@ def test_fit_of_a_table_prints_json_and_writes_a_report(isoflop: Isoflop, tmp_pa
         (["fit", "NAN", "--output", "OUT"], "loss is nan in row 2"),
         (["fit", "FIVE", "--output", "OUT"], "has 5 parameters and the table has 5 different points"),
         (["fit", "NO LOSS", "--output", "OUT"], "has no column 'loss'; it has N, D"),
+        (["fit", "TRAINER"], "is the log of one Hugging Face run"),
+        (["fit", "RECORDS"], "has no column 'loss'; it has N, D"),  # a table, not a law
         (["fit", "TABLE", "--column", "N=Model Size", "--derive-d", "7nd"], "6nd"),
         (["evaluate", "/nonexistent"], "holds no checkpoint"),
         (["data", "prepare", "data=text", "data.path=/nonexistent"], "/nonexistent"),
@@ -164,6 +166,9 @@ def test_bad_input_is_a_sentence_and_exit_code_2(
     }.items():
         files[name] = tmp_path / f"{name}.csv"
         frame.to_csv(files[name], index=False)
+    files |= {"TRAINER": tmp_path / "trainer_state.json", "RECORDS": tmp_path / "records.json"}
+    files["TRAINER"].write_text('{"epoch": 1.0, "log_history": [{"loss": 2.5, "step": 10}]}')
+    runs[["N", "D"]].to_json(files["RECORDS"], orient="records")
     code, output, error = isoflop(*(files.get(argument, argument) for argument in arguments))
     assert code == 2, error
     assert message in error
