@@ -328,12 +328,10 @@ def _resolve(exist: list[str], columns: Mapping[str, str], source: str) -> dict[
         if column in exist:
             names[name] = column
         elif name in ("N", "loss") or (name in columns and column != "6nd"):
-            if len(exist) == 1 or any(map(LOG_LINE.search, exist)):
-                start = ", ".join(exist)[:60]
-                raise InputError(f"{source} begins with {start!r} and not with names of columns; give a {READ}.")
-            raise InputError(
-                f"{source} has no column {column or name!r}; it has {some(exist)} ({_remedy(name, exist)})."
-            )
+            remedy, start = _remedy(name, exist), ", ".join(exist)[:60]
+            if len(exist) == 1 or (remedy.startswith("add one") and any(map(LOG_LINE.search, exist))):
+                raise InputError(f"{source} begins with {start!r} and not with a header like N,D,loss; give a {READ}.")
+            raise InputError(f"{source} has no column {column or name!r}; it has {some(exist)} ({remedy}).")
     return names
 
 
@@ -388,7 +386,7 @@ def _last_steps(frame: pd.DataFrame, names: dict[str, str], rows: np.ndarray) ->
     import pandas as pd
 
     part, size, tokens = frame.iloc[rows], names["N"], names.get("D", names.get("flops"))
-    if tokens is None or len(rows) < LOGGED:
+    if tokens in (None, size) or len(rows) < LOGGED:
         return frame, rows
     has_ids = "run_id" in names and part[names["run_id"]].duplicated().any()
     ids = pd.factorize(part[names["run_id"] if has_ids else size])[0]
