@@ -136,7 +136,7 @@ FILES = [
     ("ragged.csv", b"N,D,loss\n1,2,3\n1,2,3,4,5\n", "is not a readable CSV file"),
     ("noise.csv", bytes(range(128, 256)) * 20, "is not a readable CSV file"),
     ("train.log", b"step 1 loss 3.2\nstep 2 loss 3.1\n", "begins with 'step 1 loss 3.2' and not with a header"),
-    ("kv.log", b"step=1, loss=3.2\nstep=2, loss=3.1\n", "not with a header; give a CSV, JSON"),
+    ("kv.log", b"step=1, loss=3.2\nstep=2, loss=3.1\n", "not with a header like N,D,loss; give a CSV, JSON"),
     ("fake.parquet", b"PAR1 but not really", "is not a readable Parquet file"),
     ("empty.parquet", b"", "is not a readable Parquet file"),
 ]
