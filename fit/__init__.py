@@ -2,7 +2,7 @@
 
 from isoflop import fit
 runs = fit.read_table("outputs/chinchilla")
-law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss, flops=runs.flops).bootstrap(4000, groups=runs.group)
+law = fit.ChinchillaLaw().fit(runs).bootstrap(4000)
 law.optimal(5.76e23)
 fit.write_report(fit.analyze(runs), "outputs/chinchilla/fit")
 """

@@ -17,11 +17,11 @@ from .approaches.recipes import by_recipe, split
 from .checks.checks import run_checks
 from .checks.verdict import verdict
 from .downstream.downstream import fit_tasks
-from .errors import InputError, positive
-from .flops import check_convention, flops_per_token
-from .formatting import check_intervals
+from .errors import InputError, one_of, positive
+from .flops import CONVENTIONS, flops_per_token
+from .formatting import INTERVALS
 from .results import Analysis
-from .table import RunTable
+from .table import Runs, as_table
 from .uncertainty import check_resampling
 
 QUICK = 300  # resamples for side tables (conventions, tasks, experts); fewer than the main fit, for speed
@@ -29,7 +29,7 @@ QUICK = 300  # resamples for side tables (conventions, tasks, experts); fewer th
 
 @np.errstate(all="ignore")  # zeros and infinities of vanished terms are reported in words
 def analyze(
-    table: RunTable,
+    table: Runs,
     targets: Sequence[float] = (1e24,),
     bootstrap: int = 1000,
     seed: int = 0,
@@ -37,7 +37,7 @@ def analyze(
     convention: str = "table",
     intervals: str = "mixture",
 ) -> Analysis:
-    """Fit the isoFLOP, envelope and parametric approaches to finished runs.
+    """Fit the isoFLOP, envelope and parametric approaches to finished runs, a RunTable or DataFrame.
 
     With several data recipes, each has its own law, and all other results are for the base recipe.
 
@@ -56,8 +56,9 @@ def analyze(
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
     check_resampling(bootstrap, seed, minimum=0)
-    check_convention(convention)
-    check_intervals(intervals)
+    one_of("convention", convention, CONVENTIONS)
+    one_of("intervals", intervals, INTERVALS)
+    table = as_table(table)
     if law is not None and law.objective == "se" and table.known_se is None:
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
     counted, note = table, None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,17 @@ SPREAD = 1.05  # largest over smallest N or D below which differences count as r
 FLAT = 1e-6  # relative difference up to which losses are equal; far above rounding, far below any noise
 LEAST, MOST = 1e-60, 1e60  # accepted range; squares and products of two such numbers stay finite
 Array = NDArray[np.float64]
+Column = ArrayLike | None  # of a table; None: not given
 Columns = dict[str, Array]
 Constants = Mapping[str, Any]  # of a law: name -> number or array
 Say = Callable[[str], str]  # formats the constant of that name
 
 
 def floats(values: Any) -> Array:
-    return np.asarray(values, dtype=np.float64)
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise InputError(f"{reprlib.repr(values)} was given, and numbers are expected.") from None
 
 
 def unboxed(value: Any) -> Any:
@@ -52,23 +57,20 @@ def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Ar
     return checked
 
 
-def one_of(name: str, value: Any, accepted: Iterable[str]) -> None:
-    if value not in (choices := list(accepted)):
-        raise InputError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+def one_of(name: str, value: Any, accepted: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in accepted:
+        raise InputError(f"{name} is {value!r}; choose one of {', '.join(accepted)}.")
+
+
+def need(name: str, value: Any, attribute: str, what: str) -> None:
+    """Raise InputError unless `value` has `attribute`, by which `what` is known."""
+    if not hasattr(value, attribute):
+        raise InputError(f"{name} is of type {type(value).__name__}; it must be {what}.")
 
 
 def check_level(level: float) -> None:
     if not 0.0 < level < 1.0:
         raise InputError(f"level is {level}; it must lie between 0 and 1, for example 0.95.")
-
-
-def by_name(what: str, names: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Map `names` to values given by position or name. Raises InputError about `what` unless each is given once."""
-    arguments = dict(zip(names, positional, strict=False)) | dict(named)
-    if len(positional) + len(named) != len(names) or set(arguments) != set(names):
-        received = ", ".join([*(f"#{i + 1}" for i in range(len(positional))), *named]) or "nothing"
-        raise InputError(f"{what} was given {received}; it takes {', '.join(names)}, each once.")
-    return {name: arguments[name] for name in names}
 
 
 def same_length(**columns: Array) -> None:

@@ -22,9 +22,10 @@ Form = TypeVar("Form")
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` when the block succeeds, and is deleted when it fails.
 
-    Raises InputError if `path` cannot be written.
+    Makes the folder of `path`. Raises InputError if `path` cannot be written.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise InputError(f"{path.parent} cannot be written to ({error.strerror}); give a writable folder.") from None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .errors import Array, InputError, positive, same_length
+from .errors import Array, positive, same_length
 
 CONVENTIONS = ("table", "6nd")
 
@@ -54,12 +54,8 @@ def in_words(convention: str) -> str:
     return {"table": "as the table counts"}.get(convention, convention.upper())
 
 
-def check_convention(convention: str) -> None:
-    if convention not in CONVENTIONS:
-        raise InputError(f"convention is {convention!r}; choose table (as the runs' FLOPs are counted) or 6nd.")
-
-
 def flops_per_token(N: Array, D: Array, flops: Array) -> FlopsPerToken | None:
     """Fit FLOPs per token to n runs. Returns None if `flops` are 6ND, for which the optimum has a closed form."""
+    same_length(N=N, D=D, flops=flops)
     same = np.all(np.abs(flops / (6.0 * N * D) - 1.0) < SAME)
     return None if same else FlopsPerToken.measured(N, D, flops)

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from .errors import InputError
-
 WIDE = 1e5  # an interval wider than this factor is reported as undetermined; chosen by hand
 UNDETERMINED = "undetermined"
 NOTHING = "–"
@@ -93,11 +91,6 @@ def interval(pair: tuple[float, float] | None, say: Callable[..., str], *options
     low = say(pair[0], *options) if math.isfinite(pair[0]) else "−∞"
     high = say(pair[1], *options) if math.isfinite(pair[1]) else "∞"
     return f"{low} to {high}"
-
-
-def check_intervals(kind: str) -> None:
-    if kind not in INTERVALS:
-        raise InputError(f"intervals is {kind!r}; choose {' or '.join(INTERVALS)}.")
 
 
 def text(value: object) -> str:

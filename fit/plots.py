@@ -14,15 +14,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .allocation.allocation import Optimum, compute_optimal
-from .errors import Array, InputError, is_uneven
+from .errors import Array, InputError, floats, is_uneven, need, one_of
 from .files import replacing
 from .formatting import count, scientific
+from .table import as_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Law = Any  # of N and D, fitted
 Analysis = Any
+ANALYSIS = "what `analyze` returns"
 Series = tuple[Array, Array]  # x and y, each (m,)
 
 # Viridis encodes size or budget (ordered, safe for colour-blind readers); Okabe-Ito colours encode the approaches, each
@@ -149,8 +151,15 @@ def _legend(ax: Axes, columns: int) -> Axes:
     return ax
 
 
-def plot_contours(law: Law, N: Array, D: Array, loss: Array, ax: Axes | None = None) -> Axes:
-    """Plot contours of the law's loss over (N, D), the runs, and the compute-efficient frontier."""
+def plot_contours(law: Law, N: Any = None, D: Any = None, loss: Any = None, ax: Axes | None = None) -> Axes:
+    """Plot contours of the law's loss over (N, D), the runs, and the compute-efficient frontier.
+
+    The runs are columns (n,) or a table in place of N, by default those of the fit.
+    """
+    need("law", law, "constants_", "a fitted law of N and D")
+    if D is None or loss is None:
+        runs = None if N is None else as_table(N)
+        N, D, loss = law.data_.values() if runs is None else (runs.N, runs.D, runs.loss)
     ax = _axes(ax, "parameters N", "tokens D", log_y=True)
     n, d, surface, (low, high, step), best = loss_contours(law, N, D)
     levels = np.arange(low, high + step / 2, step)
@@ -162,7 +171,11 @@ def plot_contours(law: Law, N: Array, D: Array, loss: Array, ax: Axes | None = N
 
 
 def plot_isoflop(profiles: Any, ax: Axes | None = None) -> Axes:
-    """Plot each budget's runs and fitted curve, with a star at an accepted minimum; other curves are dotted."""
+    """Plot runs and curves of `profiles` (or of a table, by valleys), with stars at accepted minima; others dotted."""
+    if not hasattr(profiles, "profiles_"):
+        from .approaches.isoflop import IsoflopProfiles
+
+        profiles = IsoflopProfiles("valley").fit(profiles)
     ax = _axes(ax, "parameters N", LOSS)
     shown = profiles.profiles_
     for p, colour in zip(shown, shades(np.array([p.flops for p in shown])) if shown else [], strict=True):
@@ -177,6 +190,7 @@ def plot_isoflop(profiles: Any, ax: Axes | None = None) -> Axes:
 
 def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = None) -> Axes:
     """Plot the optimal `quantity` (N, D or loss) and interval by budget for every approach with an answer."""
+    need("analysis", analysis, "profiles", ANALYSIS)
     log = quantity != "loss"
     ax = _axes(ax, "training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
     C = np.geomspace(analysis.table.flops.min() / 2, analysis.table.flops.max() * 30, 120)
@@ -201,6 +215,7 @@ def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = N
 
 def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", ax: Axes | None = None) -> Axes:
     """Plot loss against `by`, tokens or flops, for analysed runs in `curves` (run_id, tokens, flops, loss)."""
+    need("analysis", analysis, "profiles", ANALYSIS)
     ax = _axes(ax, CURVE_TITLES[by], LOSS)
     t = analysis.table
     colours = dict(zip(t.N.tolist(), shades(t.N), strict=True))
@@ -213,11 +228,12 @@ def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", ax: Axes | N
 
 def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None) -> Axes:
     """Plot a law's errors in percent against `by` (n,), by default 6ND, or the first input of other laws."""
+    need("law", law, "data_", "a fitted law")
     name = law.inputs[0]
     first = law.data_[name]
     label, x = name, first
     if by is not None:
-        label, x = "", np.asarray(by, dtype=np.float64)
+        label, x = "", floats(by)
     elif {"N", "D"} <= set(law.inputs):
         label, x = "training FLOPs (6ND)", 6.0 * law.data_["N"] * law.data_["D"]
     ax = _axes(ax, label, "measured over predicted (%)")
@@ -230,11 +246,11 @@ def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None
 
 def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = None) -> Axes:
     """Plot the constants `x` and `y` of every bootstrap refit, with the fit and 95 % intervals."""
+    need("law", law, "draws_", "a fitted law")
     if law.draws_ is None:
         raise InputError("this law has no bootstrap draws to plot; call bootstrap(n, groups=run_id) first.")
     for name in (x, y):
-        if name not in law.names:
-            raise InputError(f"{name!r} is not a constant of this law; choose among {', '.join(law.names)}.")
+        one_of("constant", name, law.names)
     ax = _axes(ax, x, y, log_x=False)
     colour = APPROACH_STYLE["parametric"][0]
     ax.scatter(law.draws_[x], law.draws_[y], s=7, color=colour, alpha=0.25, linewidth=0, label="refits of resamples")
@@ -251,6 +267,7 @@ def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = No
 
 def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
     """Plot a backtest's errors of predicted losses by compute relative to the largest run fitted."""
+    need("analysis", analysis, "profiles", ANALYSIS)
     ax = _axes(ax, "compute relative to the largest run fitted", "error of the loss (%)")
     ahead = (analysis.backtest["tested"] or {}).get("ahead", [])
     if not ahead:
@@ -267,12 +284,12 @@ def save_figures(
     analysis: Analysis, directory: str | Path, curves: Any = None, formats: Sequence[str] = ("png",)
 ) -> list[Path]:
     """Save every figure that `analysis` and `curves` support in `formats` (png, pdf, svg); return the paths."""
+    need("analysis", analysis, "profiles", ANALYSIS)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    unknown = [name for name in formats if name not in FORMATS]
-    if unknown:
-        raise InputError(f"format is {unknown[0]!r}; choose among {', '.join(FORMATS)}.")
+    for kind in formats:
+        one_of("format", kind, FORMATS)
     written = []
     for name, draw in _drawings(analysis, curves).items():
         figure = Figure(figsize=SIZE)

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .allocation.allocation import Optimum
-from .errors import Array, Constants, InputError, by_name, floats, one_of, positive, unboxed
+from .errors import Array, Constants, InputError, floats, need, one_of, positive, unboxed
 from .files import read_constants, replacing
 from .laws.registry import law_class
-from .table import RunTable, read_table
+from .table import RunTable, by_name, read_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,7 +95,7 @@ class PublishedLaw:
 
     def optimal(self, flops: ArrayLike) -> Optimum:
         """Return the optimal N, D and loss (NaN if not published) at `flops`, a scalar or (targets,)."""
-        C = positive("flops", np.atleast_1d(floats(flops)))
+        C = positive("flops", np.atleast_1d(np.asarray(flops)))
         if not self.allocates:
             able = ", ".join(law.name for law in published_laws() if law.allocates)
             raise InputError(f"{self.name} gives the {self.kind} and does not split a budget; these do: {able}.")
@@ -148,7 +148,7 @@ def published_law(name: str) -> PublishedLaw:
     >>> published_law("hoffmann2022_approach3").optimal(5.76e23)
     C (6ND) = 5.76e23, N = 32.2B, D = 2.98T, D/N = 92.6, loss = 1.9307
     """
-    if name not in _LAWS:
+    if not isinstance(name, str) or name not in _LAWS:
         asked = str(name).lower()
         descriptions = {
             candidate: f"{candidate} {law.authors} {law.form} {law.arxiv}".lower() for candidate, law in _LAWS.items()
@@ -183,10 +183,11 @@ def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> 
     """
     import pandas as pd
 
-    unknown = [name for name in own_columns if name not in DESCRIBED]
-    if unknown:
-        raise InputError(f"column {unknown[0]!r} is not known; choose among {', '.join(DESCRIBED)}.")
+    for name in own_columns:
+        one_of("column", name, DESCRIBED)
     mine = {} if own is None else dict(own) if isinstance(own, Mapping) else {"own": own}
+    for name, law in mine.items():
+        need(name, law, "optimal", "a fitted law")
     rows = [row for name, law in mine.items() for row in _rows(name, law.optimal(flops), np.nan, own_columns)]
     for law in published_laws():
         if law.allocates:
@@ -251,8 +252,7 @@ DATA = {
 
 def published_data(name: str) -> PublishedData:
     """Return the record of a data set: its files, source and columns."""
-    if name not in DATA:
-        raise InputError(f"there is no published data set {name!r}; choose one of {', '.join(DATA)}.")
+    one_of("data set", name, DATA)
     return DATA[name]
 
 
@@ -323,10 +323,6 @@ def download_published(
         )
     content = _fetch(f"{host}/{record.repository}/{record.commit}/{entry.path}", entry, timeout)
     path = Path(folder or _cache()) / name / entry.name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{path.parent} cannot be made ({error.strerror}); give a writable folder.") from None
     with replacing(path) as temporary:
         temporary.write_bytes(content)
     return path

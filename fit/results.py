@@ -18,10 +18,10 @@ from .approaches.recipes import RecipeLaw, sentences
 from .checks.doctor import Warning, extrapolation
 from .checks.verdict import Verdict
 from .downstream.downstream import TaskVerdict
-from .errors import InputError, positive
+from .errors import InputError, one_of, positive
 from .files import read_document
-from .flops import FlopsPerToken, check_convention, convention_name, flops_per_token
-from .formatting import check_intervals, plain_json
+from .flops import CONVENTIONS, FlopsPerToken, convention_name, flops_per_token
+from .formatting import INTERVALS, plain_json
 from .laws.persistence import read_law
 from .mixture.mixture import FormMixture, SavedMixture
 from .table import RunTable
@@ -176,8 +176,8 @@ def answer(
     law = read_law(source)
     if tuple(law.inputs) != ("N", "D"):
         raise InputError(f"{source} holds a law of {', '.join(law.inputs)}; a law of N and D is expected.")
-    check_convention(convention)
-    check_intervals(intervals)
+    one_of("convention", convention, CONVENTIONS)
+    one_of("intervals", intervals, INTERVALS)
     if not law.converged_:
         raise InputError(f"{source} holds a law whose fit did not converge; fit its table again.")
     spend = None if convention == "6nd" else law.flops_per_token_

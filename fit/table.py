@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import Array, InputError, check_weights, positive
+from .errors import Array, InputError, check_weights, floats, positive
 from .formatting import text
 
 if TYPE_CHECKING:
@@ -94,6 +93,11 @@ class RunTable:
         """Return `loss_se` if it is above zero in every row, else None."""
         return self.loss_se if (np.isfinite(self.loss_se) & (self.loss_se > 0)).all() else None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return what a law's `fit` takes in addition to its inputs and the loss."""
+        return {"weight": self.weight, "loss_se": self.known_se, "flops": self.flops, "groups": self.group}
+
     def column(self, name: str) -> Array:
         return numeric(self.frame, name)[self.rows]
 
@@ -125,6 +129,47 @@ class RunTable:
         """Return a table of the runs selected by a mask (n,)."""
         names = ("N", "D", "loss", "loss_se", "flops", "budget", "run_id", "group", "weight", "rows")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
+
+
+Runs = Any  # a RunTable, a DataFrame, or a path that `read_table` reads
+
+
+def as_table(source: Runs) -> RunTable:
+    """Return a RunTable as it is, and anything else as `read_table` reads it."""
+    return source if isinstance(source, RunTable) else read_table(source)
+
+
+def columns_of(table: Any, names: Sequence[str]) -> list[Any]:
+    """Return the columns `names` of a RunTable or DataFrame. Raises InputError if one is missing."""
+    if isinstance(table, RunTable):
+        fields = {name: getattr(table, name) for name in ("N", "D", "loss", "flops")}
+        table = table.frame.iloc[table.rows].assign(**fields)
+    exist = list(map(str, table.columns))
+    columns = [next((column for column in (name, *ALIASES.get(name, ())) if column in exist), "") for name in names]
+    if "" in columns:
+        raise InputError(f"the table has no column {names[columns.index('')]!r}; it has {_some(exist)}.")
+    return [table[column].to_numpy() for column in columns]
+
+
+def by_name(
+    what: str, inputs: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any], output: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Map the names of `inputs` and `output` to values given by position or name. Raises InputError about `what`.
+
+    In first place, a RunTable or DataFrame stands for all names not given otherwise, an array (n, inputs) for `inputs`.
+    """
+    names, values = (*inputs, *output), list(positional)
+    unnamed = [name for name in names if name not in named]
+    covered = unnamed[: len(unnamed) - len(values) + 1]
+    if values and (isinstance(values[0], RunTable) or hasattr(values[0], "columns")):
+        values[:1] = columns_of(values[0], covered)
+    elif values and covered == [*inputs] and (array := floats(values[0])).shape[1:] == (len(inputs),):
+        values[:1] = array.T
+    arguments = dict(zip(unnamed, values, strict=False)) | dict(named)
+    if len(values) + len(named) != len(names) or set(arguments) != set(names):
+        received = ", ".join([*(f"#{i + 1}" for i in range(len(values))), *named]) or "nothing"
+        raise InputError(f"{what} was given {received}; it takes {', '.join(names)}, each once, or a table with them.")
+    return {name: arguments[name] for name in names}
 
 
 def numeric(frame: pd.DataFrame, name: str) -> Array:
@@ -353,8 +398,8 @@ def _remedy(name: str, exist: list[str]) -> str:
     roles = [next((role for role in PERHAPS if re.search(PERHAPS[role], column, re.I)), "") for column in exist]
     perhaps = [column for column, role in zip(exist, roles, strict=True) if role == name]
     if not perhaps:
-        return f"add one, or select it with `--column {name}=...`"
-    return " or ".join(f"`--column {name}={quote(c)}`" for c in perhaps) + " selects it"
+        return f"add one, or select it with `columns={{{name!r}: ...}}`"
+    return " or ".join(f"`columns={{{name!r}: {c!r}}}`" for c in perhaps) + " selects it"
 
 
 def some(names: list[str]) -> str:

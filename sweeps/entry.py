@@ -235,6 +235,8 @@ def guarded(work: Callable[[], int]) -> int:
 
         if isinstance(error, InputError):
             return _say(error, 2)
+        if isinstance(error, ModuleNotFoundError) and (error.name or "isoflop").split(".")[0] != "isoflop":
+            return _say(f"this command needs {error.name}, which is not installed; install all of isoflop", 1)
         if isinstance(error, OSError):
             return _say(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""), 1)
         raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import pandas as pd
 from isoflop import fit
 
-for heavy in ("torch", "hydra", "lm_eval", "datasets", "wandb"):
+for heavy in ("torch", "hydra", "lm_eval", "datasets", "wandb", "sklearn"):
     assert importlib.util.find_spec(heavy) is None, f"{heavy} is installed: this environment proves nothing"
 
 random = np.random.default_rng(0)
@@ -23,6 +25,10 @@ with tempfile.TemporaryDirectory() as folder:
     law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss).bootstrap(200)
     low, high = law.interval("alpha")
     assert low < 0.34 < high, (low, high)
+    sweep = ["sweep", "+grid=smoke", "dry_run=true"]
+    for arguments, code, message in ((["fit", str(table)], 0, ""), (sweep, 1, "hydra, which is not installed")):
+        done = subprocess.run([sys.executable, "-m", "isoflop", *arguments], capture_output=True, text=True)
+        assert (done.returncode, message in done.stderr) == (code, True), done.stderr
     fit.write_report(fit.analyze(runs), Path(folder) / "fit")
     assert (Path(folder) / "fit" / "report.html").stat().st_size > 10_000
 print(law)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, Columns, Constants, InputError, check_level, floats, positive, same_length
+from ..errors import Array, Columns, Constants, InputError, check_level, floats, need, one_of, positive, same_length
 from ..flops import convention_name, in_words
 from ..formatting import amount, count, scientific, text
 from ..uncertainty import percentile_intervals
@@ -57,8 +57,7 @@ class Optimum:
 
     def interval(self, name: str, level: float | None = None) -> Array:
         """Return a quantity's interval at `level`, by default the optimum's, (targets, 2); NaN before a bootstrap."""
-        if name not in self.values:
-            raise InputError(f"there is no quantity {name!r}; choose one of {', '.join(self.values)}.")
+        one_of("quantity", name, self.values)
         if name not in self.draws:
             return np.full((len(self.N), 2), np.nan)
         return percentile_intervals(self.draws[name], level or self.level)
@@ -120,7 +119,7 @@ def answer(
 
 def aligned(**columns: ArrayLike) -> list[Array]:
     """Check that columns are positive and equally long or single numbers, and broadcast each to (targets, 1)."""
-    checked = {name: positive(name, np.atleast_1d(floats(v))) for name, v in columns.items()}
+    checked = {name: positive(name, np.atleast_1d(np.asarray(v))) for name, v in columns.items()}
     longest = max(len(v) for v in checked.values())
     same_length(**{name: v for name, v in checked.items() if len(v) > 1})
     return [np.broadcast_to(v, longest)[:, None] for v in checked.values()]
@@ -294,8 +293,7 @@ def inference_aware(
     prices
         Without them, FLOPs are minimised.
     """
-    if not hasattr(law, "equal_loss"):
-        raise InputError(f"the law has the form {law.form!r}; this question needs E + A/N^alpha + B/D^beta.")
+    need("law", law, "equal_loss", "of the form E + A/N^alpha + B/D^beta")
     served, goal = aligned(lifetime_tokens=lifetime_tokens, loss=loss)
     # Training tokens that cost as much as all of serving.
     worth = served / 3.0 * (prices.serve / prices.train if prices else 1.0)

@@ -22,7 +22,7 @@ from ..allocation.serving import BreakEven, Spread, break_even
 from ..errors import Array, InputError
 from ..formatting import amount, count, interval, percent, plain_json, scientific
 from ..solver.jets import Jet
-from ..table import RunTable
+from ..table import Runs, RunTable, as_table
 
 Interval = tuple[float, float]
 Estimated = tuple[float, float | None, float]  # a value, its standard error (None: unknown), degrees of freedom
@@ -106,8 +106,8 @@ class Comparison:
 
 
 def compare(
-    base: RunTable,
-    variant: RunTable,
+    base: Runs,
+    variant: Runs,
     targets: Sequence[float] = (),
     names: tuple[str, str] = ("base", "variant"),
 ) -> Comparison:
@@ -116,6 +116,7 @@ def compare(
     `targets` are further budgets, in FLOPs of the base. Runs are paired by size and column `seed`. Raises InputError if
     both sides share a run or differ in held-out text, or one has fewer than two N or D.
     """
+    base, variant = as_table(base), as_table(variant)
     named = all("run_id" in runs.frame for runs in (base, variant))  # else ids are the numbers of rows
     if named and (shared_runs := sorted({*base.run_id} & {*variant.run_id})):
         raise InputError(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Array
-from ..table import RunTable
+from ..table import Runs, RunTable, as_table
 from .approaches import Approach, Law, fit_parametric, three_approaches
 from .envelope import Envelope
 from .isoflop import IsoflopProfiles, budget_levels
@@ -68,7 +68,7 @@ class ConventionRow:
 
 
 def by_convention(
-    table: RunTable,
+    table: Runs,
     targets: Sequence[float] = (1e24,),
     bootstrap: int = 0,
     seed: int = 0,
@@ -80,6 +80,7 @@ def by_convention(
     FLOP counts are 6ND and, if different, `flops_exact` or else the table's; those equal to `own` (n,), by default the
     table's, are marked. Other arguments are as in `analyze`.
     """
+    table = as_table(table)
     own = table.flops if own is None else own
     counts = {name: table.column(name) for name in PARAMETERS if name in table.frame}
     active = counts.pop("N_active", table.N)

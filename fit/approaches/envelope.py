@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from ..errors import FLAT, Array, positive, same_length
+from ..errors import FLAT, Array, Column, positive, same_length
 from ..laws.powerlaw import PowerLaw
+from ..table import as_table
 from ..uncertainty import cluster_counts
 from .isoflop import binned_levels, budget_levels
 
@@ -26,9 +26,12 @@ class Envelope:
     """
 
     def fit(
-        self, N: ArrayLike, D: ArrayLike, loss: ArrayLike, flops: ArrayLike, budget: ArrayLike | None = None
+        self, N: Any, D: Column = None, loss: Column = None, flops: Column = None, budget: Column = None
     ) -> Envelope:
-        """Fit to finished runs (n,), `budget` in FLOPs."""
+        """Fit to finished runs (n,), or a table of them; `budget` in FLOPs."""
+        if D is None or loss is None or flops is None:
+            t = as_table(N)
+            return self.fit(t.N, t.D, t.loss, t.flops, t.budget)
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         same_length(N=N, D=D, loss=loss, flops=flops)
         labels, levels = budget_levels(flops, N, budget)

@@ -16,9 +16,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, check_weights, is_uneven, one_of, positive, same_length
+from ..errors import Array, Column, InputError, check_weights, is_uneven, one_of, positive, same_length
 from ..files import read_constants
 from ..laws.powerlaw import PowerLaw
+from ..table import as_table
 from ..uncertainty import check_resampling, excess_scatter, percentile_interval
 from .valley import Valley, fit_valleys
 
@@ -256,15 +257,13 @@ class IsoflopProfiles:
         self.method, self.noise = method, noise
 
     def fit(
-        self,
-        N: ArrayLike,
-        D: ArrayLike,
-        loss: ArrayLike,
-        flops: ArrayLike,
-        budget: ArrayLike | None = None,
-        weight: ArrayLike | None = None,
-    ) -> IsoflopProfiles:
-        """Fit to n runs. `budget` is each one's FLOP budget (NaN: none), by default from `flops`."""
+        self, N: Any, D: Column = None, loss: Column = None, flops: Column = None, budget: Column = None,
+        weight: Column = None,
+    ) -> IsoflopProfiles:  # fmt: skip
+        """Fit to n runs or a table. `budget` is each one's FLOP budget (NaN: none), by default from `flops`."""
+        if D is None or loss is None or flops is None:
+            t = as_table(N)
+            return self.fit(t.N, t.D, t.loss, t.flops, t.budget, t.weight)
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         weight = check_weights(weight, len(N))
         se = np.full(len(N), np.nan if self.noise == "spread" else float(self.noise))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..table import RunTable
+from ..table import Runs, RunTable, as_table
 from .approaches import Estimate, Law, fit_parametric, law_intervals, parametric
 from .compare import Comparison, compare, decoding
 
@@ -78,7 +78,7 @@ def split(runs: RunTable) -> dict[str, RunTable]:
 
 
 def by_recipe(
-    runs: RunTable,
+    runs: Runs,
     targets: Sequence[float] = (1e24,),
     bootstrap: int = 0,
     seed: int = 0,
@@ -90,7 +90,7 @@ def by_recipe(
     """
     C = float(targets[0])
     laws: list[RecipeLaw] = []
-    for name, table in split(runs).items():
+    for name, table in split(as_table(runs)).items():
         fitted, reason = fit_parametric(table, table.N, law, bootstrap, seed)
         estimate = None if fitted is None else parametric(fitted, "", fitted.flops_per_token_).at(C)
         recipe = RecipeLaw(name, table, C, fitted, reason.rstrip("."), estimate)

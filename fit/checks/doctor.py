@@ -24,7 +24,7 @@ from ..approaches.isoflop import METHODS, budget_levels
 from ..errors import Array, InputError, enough, floats, identifiable, positive
 from ..files import read_constants
 from ..formatting import count, scientific, times
-from ..table import RunTable
+from ..table import Runs, RunTable, as_table
 
 FEW_SIZES = 5
 LEAST_SIZES = METHODS["parabola"][1]  # fewer sizes give a budget no profile at all
@@ -66,8 +66,9 @@ class Warning:
 Warnings = Iterator[Warning]
 
 
-def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ...]:
+def examine(table: Runs, targets: Sequence[float] = ()) -> tuple[Warning, ...]:
     """Return every warning that needs the table and its `targets` (FLOP budgets) alone, worst first."""
+    table = as_table(table)
     warnings = [warning for check in CHECKS for warning in check(table)]
     return (*warnings, *extrapolation(float(table.flops.max()), positive("target", targets) if len(targets) else ()))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import Array
+from ..errors import Array, need
 from ..laws.law import Law
 
 ONCE_IN = 1000.0  # one healthy table in this many has a false outlier (docs/decisions.md)
@@ -38,6 +38,7 @@ class Outliers:
 
 def find_outliers(law: Law) -> Outliers:
     """Return the outliers of a fitted law, and its constants without them."""
+    need("law", law, "constants_", "a fitted law")
     constants, used = law.constants_, law.weight_ > 0
     inliers, columns = used.copy(), [law.data_[name] for name in law.inputs]
     while True:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..allocation.allocation import own_convention, unlimited
 from ..errors import Array, InputError, floats, positive
-from ..table import RunTable, ended, numeric
+from ..table import Runs, RunTable, as_table, ended, numeric
 from ..uncertainty import check_resampling, resampled_together
 from .tasklaw import TaskLaw, intervals
 
@@ -137,7 +137,7 @@ def task_names(table: RunTable) -> list[str]:
 
 
 def fit_tasks(
-    table: RunTable,
+    table: Runs,
     targets: Sequence[float] = (),
     law: Any = None,
     bootstrap: int = 1000,
@@ -157,6 +157,7 @@ def fit_tasks(
     link
         Curve from task loss to accuracy, see `TaskLaw`.
     """
+    table = as_table(table)
     check_resampling(bootstrap, seed)
     goals = positive("target", targets) if len(targets) else np.zeros(0)
     if len(goals) and (law is None or tuple(law.inputs) != ("N", "D") or len(law.data_["N"]) != len(table)):

@@ -23,6 +23,7 @@ from ..laws.law import Estimator, Law
 from ..laws.registry import law_class
 from ..solver.forms import LogSumTerms
 from ..solver.solver import Solution, solve
+from ..table import by_name
 from ..uncertainty import (
     cluster_counts,
     excess_scatter,
@@ -65,19 +66,18 @@ class TaskLaw(Estimator):
         if law is not None and law.inputs != ("N", "D"):
             raise InputError(f"law takes {', '.join(law.inputs)}; a task needs a law of N and D.")
         self.link, self.ceiling, self.law = link, ceiling, law_class()() if law is None else law
-        self.draws_ = None
 
     def fit(
         self,
-        N: ArrayLike,
-        D: ArrayLike,
-        task_loss: ArrayLike,
-        acc: ArrayLike,
-        acc_se: ArrayLike | None = None,
+        N: Any,
+        D: Any = None,
+        task_loss: Any = None,
+        acc: Any = None,
+        acc_se: Any = None,
         chance: float | None = 0.0,
         final: ArrayLike | None = None,
     ) -> Self:
-        """Fit both steps, task loss and accuracy, to n rows.
+        """Fit both steps, task loss and accuracy, to n rows, or to a table with these columns in place of N.
 
         Parameters
         ----------
@@ -92,7 +92,8 @@ class TaskLaw(Estimator):
         final
             (n,) mask of the rows of the first step, by default all.
         """
-        self.data_ = _rows(N, D, task_loss, acc, acc_se, final)
+        columns = [column for column in (N, D, task_loss, acc) if column is not None]
+        self.data_ = _rows(*by_name("fit", ("N", "D", "task_loss", "acc"), columns, {}).values(), acc_se, final)
         if chance is not None and not 0 <= chance < 1:
             raise InputError(f"chance is {chance}; it must be at least 0 and below 1, or None to fit it.")
         self.chance = chance
@@ -228,8 +229,7 @@ class TaskLaw(Estimator):
     def constant_interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
         """Return the interval of a constant of either step."""
         draws = self._bootstrapped()
-        if name not in draws:
-            raise InputError(f"there is no constant {name!r}; choose one of {', '.join(self.names)}.")
+        one_of("constant", name, self.names)
         return percentile_interval(draws[name], self.widened(level))
 
     def say(self, name: str) -> str:

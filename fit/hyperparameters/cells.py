@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from ..errors import Array, Columns, InputError, one_of, positive, same_length
-from ..table import RunTable
+from ..errors import Array, Column, Columns, InputError, one_of, positive, same_length
+from ..table import Runs, RunTable, as_table
 from .hyperparameters import CellOptimum
 from .settings_surface import TARGETS, cells_of, near_best
 
@@ -32,12 +31,13 @@ class Sweep(NamedTuple):
     loss: Array
 
 
-def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
-    """Read the settings and losses of a table's runs.
+def read_sweep(table: Runs, sequence_length: float | None = None) -> Sweep:
+    """Read the settings and losses of the runs of a RunTable or DataFrame.
 
     Columns are `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or `bs` (sequences) times `sequence_length`
     (or a column of this name).
     """
+    table = as_table(table)
     rate = _column(table, "learning_rate", "lr")
     if "batch_tokens" in table.frame:
         batch = _column(table, "batch_tokens")
@@ -56,11 +56,11 @@ def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
 
 
 def cell_optima(
-    N: ArrayLike,
-    D: ArrayLike,
-    learning_rate: ArrayLike,
-    batch: ArrayLike,
-    loss: ArrayLike,
+    N: Any,
+    D: Column = None,
+    learning_rate: Column = None,
+    batch: Column = None,
+    loss: Column = None,
     method: Literal["near", "best"] = "near",
     within: float | None = None,
 ) -> list[CellOptimum]:
@@ -69,7 +69,7 @@ def cell_optima(
     Parameters
     ----------
     N, D, learning_rate, batch, loss
-        All runs, (n,) each; batch in tokens.
+        All runs, (n,) each, or a table in place of N; batch in tokens.
     method
         "near" (mean of the runs used) or "best" (lowest loss).
     within
@@ -79,8 +79,8 @@ def cell_optima(
     within = WITHIN[method] if within is None else within
     if not 0 <= within < 1:
         raise InputError(f"within is {within}; it must be at least 0 and below 1, such as {WITHIN['near']}.")
-    inputs = {"N": N, "D": D, "learning_rate": learning_rate, "batch": batch, "loss": loss}
-    columns = {name: positive(name, values) for name, values in inputs.items()}
+    inputs = Sweep(N, D, learning_rate, batch, loss) if D is not None else read_sweep(N)  # type: ignore[arg-type]
+    columns = {name: positive(name, values) for name, values in inputs._asdict().items()}
     same_length(**columns)
     cell = cells_of(columns["N"], columns["D"])
     return [

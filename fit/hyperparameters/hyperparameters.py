@@ -121,13 +121,6 @@ class HyperparameterLaw(DesignedLaw):
     def options(self) -> dict[str, Any]:
         return self.get_params() | {"inputs": list(self.inputs)}
 
-    def fit(self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None) -> Self:
-        """Fit to columns (cells,): the inputs in order, then the target, whose standard error is `loss_se`."""
-        if len(columns) != len(self.inputs) + 1:
-            expected = ", ".join((*self.inputs, self.output))
-            raise InputError(f"fit was given {len(columns)} columns; {expected} are expected.")
-        return self._fit(columns, weight, loss_se)
-
     def fit_cells(self, cells: Sequence[CellOptimum]) -> Self:
         """Fit to the accepted optima of `cell_optima`."""
         good = [cell for cell in cells if cell.accepted]
@@ -190,7 +183,7 @@ class CriticalBatchLaw(DesignedLaw):
     Kaplan et al. 2020, arXiv:2001.08361, equations 1.4 and 5.1). Every run must have the best settings for its batch
     and end its schedule where it reaches the loss. The critical batch of Zhang et al. is 0.2 B_crit.
 
-    After `fit`: E_min_ (tokens), S_min_ (steps), B_crit_ (tokens).
+    `fit` takes batches and the tokens of each run to the loss. After it: E_min_ (tokens), S_min_ (steps), B_crit_.
     """
 
     form = "critical-batch"
@@ -205,12 +198,6 @@ class CriticalBatchLaw(DesignedLaw):
 
     def __init__(self, objective: str = "squares", delta: float = 1e-3) -> None:
         super().__init__(objective, delta)
-
-    def fit(
-        self, batch: ArrayLike, tokens: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
-    ) -> Self:
-        """Fit to n runs: batches in tokens, and the training tokens at which each reached the loss."""
-        return self._fit((batch, tokens), weight, loss_se)
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:

@@ -23,6 +23,7 @@ from ..checks.doctor import Warning
 from ..errors import Array, Columns, Constants, InputError, Say, check_weights, floats, positive, same_length, unboxed
 from ..laws.law import Problem
 from ..solver.forms import LogForm, LogSumTerms
+from ..table import as_table, by_name
 from ..uncertainty import percentile_intervals
 from .hyperparameters import DesignedLaw, centred_design, collinear, law_constants, log_design
 
@@ -200,19 +201,25 @@ class HyperparameterSurface(DesignedLaw):
         laws = {target: list(self.laws[target]) if target in self.laws else None for target in TARGETS}
         return self.get_params() | laws
 
-    def fit(
+    def fit(  # type: ignore[override]
         self,
-        N: ArrayLike,
-        D: ArrayLike,
-        learning_rate: ArrayLike | None,
-        batch: ArrayLike | None,
-        loss: ArrayLike,
-        weight: ArrayLike | None = None,
+        N: Any,
+        D: Any = None,
+        learning_rate: Any = None,
+        batch: Any = None,
+        loss: Any = None,
+        weight: Any = None,
     ) -> Self:
-        """Fit to all runs (n,) of a sweep; batch in tokens, None for a setting that did not vary.
+        """Fit to all runs (n,) of a sweep, or a table; batch in tokens, None for a setting that did not vary.
 
         Raises InputError if runs are too few or too alike, or if the loss has no minimum within the window.
         """
+        if loss is None:  # N is a table as in `read_sweep`, or N and D are X and y
+            from .cells import read_sweep
+
+            weight = as_table(N).weight if D is None and weight is None else weight
+            data = by_name("fit", self.inputs, (N, D), {}, ("loss",)) if D is not None else read_sweep(N)._asdict()
+            return self.fit(**{"learning_rate": None, "batch": None, "weight": weight} | data)
         settings = {"learning_rate": learning_rate, "batch": batch}
         columns = {"N": positive("N", N), "D": positive("D", D)}
         for target in self.laws:
@@ -224,7 +231,7 @@ class HyperparameterSurface(DesignedLaw):
         weights = check_weights(weight, len(columns["loss"]))
         same_length(**columns, weight=weights)
         self.rows_ = np.flatnonzero(near_best(columns["N"], columns["D"], columns["loss"], weights, self.window))
-        self._fit(tuple(column[self.rows_] for column in columns.values()), weights[self.rows_], None)
+        super().fit(*(column[self.rows_] for column in columns.values()), weight=weights[self.rows_])
         shape = self.constants_
         if len(self.laws) == 1:
             convex = shape["shape_2"] > 0

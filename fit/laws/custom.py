@@ -16,9 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from ..errors import Array, Constants, InputError, Say, by_name, floats
+from ..errors import Array, Constants, InputError, Say, floats
 from ..solver.forms import LogSumTerms
 from ..solver.jets import ACCEPTED
 from .law import Law, LossLaw, Problem
@@ -91,23 +90,7 @@ class FunctionLaw(LossLaw):
         }
         return {name: value for name, value in arguments.items() if name != "function"}
 
-    def fit(  # type: ignore[override]
-        self,
-        *columns: ArrayLike,
-        weight: ArrayLike | None = None,
-        loss_se: ArrayLike | None = None,
-        flops: ArrayLike | None = None,
-        **named: ArrayLike,
-    ) -> Self:
-        """Fit to n rows: columns of `inputs` and then the observed values, or all by name; each (n,) and above zero.
-
-        Options are as in `LossLaw.fit`; `flops` is used only if the inputs are N and D.
-        """
-        by_column = by_name("fit", (*self.inputs, self.output), columns, named)
-        if flops is not None and self.inputs == ("N", "D"):
-            N, D, observed = by_column.values()
-            return super().fit(N, D, observed, weight, loss_se, flops)
-        return self._fit(tuple(by_column.values()), weight, loss_se)
+    fit = Law.fit  # type: ignore[assignment]  # inputs may be others than N and D
 
     def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
         if self.function is None:

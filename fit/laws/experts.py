@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import REACH, Optimum, aligned, answer, lowest, root
-from ..errors import SPREAD, Array, Columns, Constants, InputError, Say, by_name, floats, unboxed
+from ..errors import SPREAD, Array, Columns, Constants, InputError, Say, floats, unboxed
 from ..solver.forms import LogSumTerms
 from .chinchilla import VANISHED
 from .custom import latin_hypercube
@@ -94,12 +94,6 @@ class ExpertLaw(Law):
         self._logged = (*self._amplitudes, *SATURATION)
         self._saturates = "E'" in text
         self.names = (*self._scale, *(SATURATION if self._saturates else ()))
-
-    def fit(
-        self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None, **named: ArrayLike
-    ) -> Self:
-        """Fit to n runs: the columns of `inputs` in order and then loss (nats per token), or all by name, each (n,)."""
-        return self._fit(tuple(by_name("fit", (*self.inputs, self.output), columns, named).values()), weight, loss_se)
 
     def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
         logs = {AXES[name]: np.log(v) for name, v in zip(self.inputs, inputs, strict=True)}

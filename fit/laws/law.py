@@ -25,11 +25,11 @@ from numpy.typing import ArrayLike
 from ..allocation.allocation import Optimum, compute_optimal, search
 from ..errors import (
     Array,
+    Column,
     Columns,
     Constants,
     InputError,
     Say,
-    by_name,
     check_weights,
     enough,
     floats,
@@ -42,12 +42,11 @@ from ..errors import (
     unboxed,
 )
 from ..files import write_text
-from ..flops import FlopsPerToken, check_convention, flops_per_token
-from ..formatting import interval as interval_text
-from ..formatting import text
+from ..flops import CONVENTIONS, FlopsPerToken, flops_per_token
 from ..plots import plot_contours
 from ..solver.forms import LogForm
 from ..solver.solver import AGREE, Solution, best_of, joined, solve, variable_projection
+from ..table import RunTable, as_table, by_name
 from ..uncertainty import (
     RUNS_PER_CONSTANT,
     by_group,
@@ -63,6 +62,7 @@ from ..uncertainty import (
     wild_targets,
 )
 from .persistence import law_to_dict, read_law
+from .summary import Summary, summarize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -152,7 +152,7 @@ class Estimator:
     inputs: tuple[str, ...]
     output: str
     constants_: dict[str, float]
-    draws_: Columns | None
+    draws_: Columns | None = None
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the constructor's arguments; `deep` has no effect."""
@@ -164,12 +164,25 @@ class Estimator:
         for name in params:
             if name not in current:
                 raise InputError(f"{name!r} is not a parameter of {type(self).__name__}; it has {', '.join(current)}.")
+        fresh = vars(type(self)(**current | params))  # a parameter that is refused leaves the law as it was
         vars(self).clear()
-        type(self).__init__(self, **current | params)
+        vars(self).update(fresh)
         return self
 
     def clone(self) -> Self:
         return type(self)(**self.get_params())
+
+    # What scikit-learn asks of an estimator; it is imported only by `__sklearn_tags__`, which it calls itself.
+    __sklearn_clone__ = clone
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "constants_")
+
+    def __sklearn_tags__(self) -> Any:
+        from sklearn.utils import InputTags, RegressorTags, Tags, TargetTags
+
+        output, inputs = TargetTags(required=True, positive_only=True), InputTags(positive_only=True)
+        return Tags("regressor", output, regressor_tags=RegressorTags(), input_tags=inputs)
 
     def _fitted(self) -> None:
         if not hasattr(self, "constants_"):
@@ -206,12 +219,14 @@ class Law(Estimator):
     irreducible: ClassVar[str] = ""  # the additive constant, if there is one
     vanishing: ClassVar[Mapping[str, str]] = {}  # constant -> the term that vanishes when it is zero
 
+    flops_per_token_: FlopsPerToken | None = None  # as the fitted table counts them; None: 6N
+    _groups: np.ndarray | None = None  # of the fit's rows, which `bootstrap` keeps together by default
+
     def __init__(self, objective: str = "huber", delta: float = 1e-3) -> None:
         one_of("objective", objective, OBJECTIVES)
         if not delta > 0:
             raise InputError(f"delta is {delta}; it must be above zero (1e-3 is usual, infinity gives least squares).")
         self.objective, self.delta = objective, float(delta)
-        self.draws_ = None
 
     # Overridden by subclasses.
 
@@ -239,14 +254,34 @@ class Law(Estimator):
     # Fitting.
 
     @np.errstate(all="ignore")  # a start that overflows has an infinite objective and loses
-    def _fit(self, columns: tuple[ArrayLike, ...], weight: ArrayLike | None, loss_se: ArrayLike | None) -> Self:
-        """Fit to columns (n,): the inputs in order, then the observed values."""
-        names = (*self.inputs, self.output)
-        self.data_ = {name: positive(name, column) for name, column in zip(names, columns, strict=True)}
+    def fit(
+        self, *columns: Any, weight: Column = None, loss_se: Column = None, flops: Column = None, groups: Any = None,
+        **named: Any,
+    ) -> Self:  # fmt: skip
+        """Fit to n rows: columns of `inputs`, then of `output`, each (n,) and above zero, by position or name.
+
+        `fit(runs)` takes all columns from a RunTable or DataFrame; in `fit(X, y)`, the inputs are the columns of X.
+
+        Options (n,): weight, factors of the rows in the objective; loss_se, standard errors of the output for "se";
+        flops, from which `optimal` of a law of N and D learns FLOPs per token (default: 6N); groups, run or trunk ids
+        for `bootstrap`.
+        """
+        names, columns = (*self.inputs, self.output), tuple(column for column in columns if column is not None)
+        if len(columns) == 1 and not named and {"N", "D", "loss"} <= {*names}:
+            columns = (as_table(columns[0]),)
+        options = {"weight": weight, "loss_se": loss_se, "flops": flops, "groups": groups}
+        more = columns[0].options if columns and isinstance(columns[0], RunTable) else {}
+        more = more | {name: value for name, value in options.items() if value is not None}
+        data = by_name("fit", self.inputs, columns, named, (self.output,))
+        self.data_ = {name: positive(name, column) for name, column in data.items()}
         *inputs, observed = self.data_.values()
-        self.weight_ = check_weights(weight, len(observed))
+        self.weight_ = check_weights(more.get("weight"), len(observed))
         same_length(**self.data_, weight=self.weight_)
-        self.se_ = None if loss_se is None else positive(f"{self.output}_se", loss_se)
+        se, flops, groups = (more.get(name) for name in ("loss_se", "flops", "groups"))
+        self.se_ = None if se is None else positive(f"{self.output}_se", se)
+        self._groups = None if groups is None else group_labels(groups, len(observed))
+        if self.inputs == ("N", "D"):
+            self.flops_per_token_ = None if flops is None else flops_per_token(*inputs, positive("flops", flops))
         if self.objective == "se":
             if self.se_ is None:
                 raise InputError(f"{self.output}_se is missing; objective 'se' needs the standard error of every row.")
@@ -256,6 +291,15 @@ class Law(Estimator):
         self._check(tuple(column[used] for column in inputs), observed[used])
         self._accept(self._solve_scatter() if self.objective == "se" else self._solve_full())
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "problem_"}  # it holds local functions
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if "theta_" in state:
+            *inputs, observed = self.data_.values()
+            self.problem_ = self._problem(tuple(inputs), observed)
 
     def _prepare(self, scatter: float) -> None:
         *inputs, observed = self.data_.values()
@@ -357,7 +401,7 @@ class Law(Estimator):
         Parameters
         ----------
         groups : array_like, optional
-            Run or trunk ids (rows,); rows of one group are resampled together.
+            Run or trunk ids (rows,), by default those of the fit; rows of one group are resampled together.
         method : {"auto", "pairs", "wild"}, optional
             "pairs" draws groups with replacement. "wild" keeps all rows and moves each observed value by a random
             multiple of its error under a fit without its group. "auto" is "wild" below 20 groups per constant.
@@ -365,7 +409,7 @@ class Law(Estimator):
         self._fitted()
         method = self.resampling if method is None else method
         one_of("method", method, ("auto", "pairs", "wild"))
-        groups = group_labels(groups, len(self.weight_))
+        groups = group_labels(self._groups if groups is None else groups, len(self.weight_))
         p, used, redrawn = self.problem_, self.weight_ > 0, 0
         independent = independent_groups(groups[used], p.free)
         if method == "auto":
@@ -476,9 +520,9 @@ class Law(Estimator):
         self._fitted()
         return self.problem_.target - self._values()
 
-    def score(self, *columns: ArrayLike) -> float:
-        """Return R^2 in log space for columns (n,): the inputs in order, then the observed values."""
-        *inputs, observed = (floats(column) for column in columns)
+    def score(self, *columns: Any, **named: ArrayLike) -> float:
+        """Return R^2 in log space for the inputs, then the observed values, given as to `fit`."""
+        *inputs, observed = map(floats, by_name("score", self.inputs, columns, named, (self.output,)).values())
         target = np.log(observed)
         error = target - np.log(self.predict(*inputs))
         return float(1.0 - (error**2).sum() / ((target - target.mean()) ** 2).sum())
@@ -494,7 +538,7 @@ class Law(Estimator):
 
     def __repr__(self) -> str:
         if hasattr(self, "theta_"):
-            return f"{self.equation(self.say)}   ({self.summary()})"
+            return f"{self.equation(self.say)}   ({self._state()})"
         parameters = inspect.signature(type(self)).parameters
         changed = {key: value for key, value in self.options().items() if value != parameters[key].default}
         arguments = ", ".join(f"{key}={value!r}" for key, value in changed.items())
@@ -503,19 +547,14 @@ class Law(Estimator):
     def _repr_html_(self) -> str:
         if not hasattr(self, "theta_"):
             return f"<code>{self!r}</code>"
-        rows = []
-        for name, value in self.constants_.items():
-            has_draws = self.draws_ is not None
-            interval = interval_text(self.interval(name), "{:.4g}".format) if has_draws else "bootstrap() gives one"
-            rows.append(f"<tr><td>{text(name)}</td><td>{value:.5g}</td><td>{text(interval)}</td></tr>")
-        return (
-            f"<p><code>{text(self.equation(lambda name: format(self.constants_[name], '.4g')))}</code></p>"
-            f"<table><thead><tr><th>constant</th><th>value</th><th>95 % interval</th></tr></thead>"
-            f"<tbody>{''.join(rows)}</tbody></table><p><small>{text(self.summary())}</small></p>"
-        )
+        return self.summary()._repr_html_()
 
-    def summary(self) -> str:
-        """Return a summary of the fit, such as `240 points, 64 of 64 starts agree`."""
+    def summary(self, level: float = 0.95) -> Summary:
+        """Return the table of constants with bootstrap standard errors and intervals, and how the fit went."""
+        return summarize(self, level)
+
+    def _state(self) -> str:
+        """Return how the fit went, such as `240 points, 64 of 64 starts agree`."""
         agreement = "{agreeing} of {tried} starts agree".format(**self.starts_) if self.converged_ else "NOT converged"
         stuck = f", {', '.join(self.degenerate_)} at a bound" if self.degenerate_ else ""
         return f"{len(self.weight_)} points, {agreement}{stuck}"
@@ -543,13 +582,11 @@ class Law(Estimator):
     # Checks.
 
     def _inputs(self, inputs: tuple[ArrayLike, ...], named: Mapping[str, ArrayLike]) -> list[Array]:
-        by_input = by_name("predict", self.inputs, inputs, named)
-        return [floats(value) for value in by_input.values()]
+        return [floats(value) for value in by_name("predict", self.inputs, inputs, named).values()]
 
     def _check_name(self, name: str) -> None:
         self._fitted()
-        if name not in self.names:
-            raise InputError(f"there is no constant {name!r}; choose one of {', '.join(self.names)}.")
+        one_of("constant", name, self.names)
 
 
 class LossLaw(Law):
@@ -561,32 +598,22 @@ class LossLaw(Law):
     E: float | None = None  # None: E is fitted
     exponent_names: tuple[str, ...] = ()  # exponents of the falling terms
     power_optimum: ClassVar[bool] = False  # whether N*(C) is a power of C, so that `size_exponent` is exact
-    flops_per_token_: FlopsPerToken | None = None  # as the fitted table counts them; None: 6N
 
-    def fit(
+    def fit(  # type: ignore[override]
         self,
-        N: ArrayLike,
-        D: ArrayLike,
-        loss: ArrayLike,
-        weight: ArrayLike | None = None,
-        loss_se: ArrayLike | None = None,
-        flops: ArrayLike | None = None,
+        N: Any,
+        D: Column = None,
+        loss: Column = None,
+        weight: Column = None,
+        loss_se: Column = None,
+        flops: Column = None,
+        groups: Any = None,
     ) -> Self:
-        """Fit to n runs. Raises InputError for bad numbers, too few different runs, or N and D that vary only together.
+        """Fit to parameters, tokens and losses (nats per token) of n runs, or to a table; options as in `Law.fit`.
 
-        Parameters
-        ----------
-        N, D, loss : array_like
-            Parameters, tokens and loss (nats per token), each (n,).
-        weight : array_like, optional
-            Factors of the runs in the objective, (n,).
-        loss_se : array_like, optional
-            Standard errors (n,), for objective "se".
-        flops : array_like, optional
-            FLOPs (n,), from which `optimal` learns FLOPs per token; 6ND by default.
+        Raises InputError for bad numbers, too few different runs, or N and D that vary only together.
         """
-        self.flops_per_token_ = None if flops is None else flops_per_token(*map(floats, (N, D, flops)))
-        return self._fit((N, D, loss), weight, loss_se)
+        return super().fit(N, D, loss, weight=weight, loss_se=loss_se, flops=flops, groups=groups)
 
     def optimum(
         self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
@@ -607,7 +634,7 @@ class LossLaw(Law):
         `flops` are counted as in the fitted table, or as 6ND for convention "6nd".
         """
         self._fitted()
-        check_convention(convention)
+        one_of("convention", convention, CONVENTIONS)
         return compute_optimal(self, flops, 6.0 if convention == "6nd" else None, level)
 
     @property
@@ -634,9 +661,7 @@ class LossLaw(Law):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Plot loss contours over (N, D), the runs and the efficient frontier."""
-        self._fitted()
-        N, D, loss = self.data_.values()
-        return plot_contours(self, N, D, loss, ax)
+        return plot_contours(self, ax=ax)
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         super()._check(inputs, observed)
@@ -667,8 +692,8 @@ class LineLaw(Law):
     output = "y"
     resampling = "wild"
 
-    def fit(
-        self, x: ArrayLike, y: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
+    def fit(  # type: ignore[override]
+        self, x: Any, y: Column = None, weight: Column = None, loss_se: Column = None
     ) -> Self:
-        """Fit to positive x and y (n,), optionally with weights and standard errors of y."""
-        return self._fit((x, y), weight, loss_se)
+        """Fit to positive x and y (n,), or a table of both, optionally with weights and standard errors of y."""
+        return super().fit(x, y, weight=weight, loss_se=loss_se)

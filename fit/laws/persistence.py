@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import InputError, check_weights, positive, same_length
 from ..files import parse_document, read_document
 from ..flops import FlopsPerToken
+from ..uncertainty import group_labels
 from .registry import LAWS, law_class
 
 FORMAT = "isoflop-law"
@@ -49,6 +50,7 @@ class Data(TypedDict):
     columns: dict[str, list[float]]
     weight: list[float]
     se: list[float] | None
+    groups: NotRequired[list[str] | None]
 
 
 class LawFile(TypedDict):
@@ -91,6 +93,7 @@ def law_to_dict(law: Any) -> dict[str, Any]:
             "columns": columns,
             "weight": law.weight_.tolist(),
             "se": None if law.se_ is None else law.se_.tolist(),
+            "groups": None if law._groups is None else law._groups.tolist(),
         },
         "provenance": {"isoflop": installed_version(), "date": datetime.now(UTC).isoformat(timespec="seconds")},
     }
@@ -155,6 +158,7 @@ def _restore(law: Any, content: LawFile) -> None:
     law.weight_ = check_weights(data["weight"], len(data["weight"]))
     law.se_ = None if data["se"] is None else positive("se", data["se"])
     same_length(**law.data_, weight=law.weight_)
+    law._groups = None if (groups := data.get("groups")) is None else group_labels(groups, len(law.weight_))
     law.objective_, law.starts_ = fit["objective"], fit["starts"]
     law.converged_, law.degenerate_ = fit["converged"], fit["degenerate"]
     law.flops_per_token_ = content.get("flops_per_token")

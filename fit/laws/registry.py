@@ -31,10 +31,9 @@ LAWS = LOSS_LAWS | {
 
 def law_class(form: str = DEFAULT) -> type[Any]:
     """Return the law class named `form`, importing its module."""
-    from ..errors import InputError
+    from ..errors import one_of
 
-    if form not in LAWS:
-        raise InputError(f"form is {form!r}; choose one of {', '.join(LAWS)}.")
+    one_of("form", form, LAWS)
     module, name = LAWS[form].split(":")
     cls: type[Any] = getattr(import_module(f"...{module}", __name__), name)
     return cls

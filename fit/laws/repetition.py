@@ -12,7 +12,7 @@ Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -57,8 +57,7 @@ def worth(v: Mapping[str, Any], x: Any, w: Any, repeats: Any) -> tuple[Any, Any]
 
 
 class RepetitionLaw(Law):
-    """L(N, D, U) = E + A / N'^alpha + B / D'^beta; see the module for N' and D'.
-
+    """L(N, D, U) = E + A / N'^alpha + B / D'^beta; see the module for N' and D'. U: unique tokens (somewhere below D).
     After `fit`: E_, A_, B_, alpha_, beta_, R_D_, R_N_; `degenerate_` has R_N if no run is too large for its unique
     tokens.
 
@@ -103,26 +102,6 @@ class RepetitionLaw(Law):
 
     def options(self) -> dict[str, Any]:
         return self.get_params() | {"base": self._base}
-
-    def fit(
-        self,
-        N: ArrayLike,
-        D: ArrayLike,
-        U: ArrayLike,
-        loss: ArrayLike,
-        weight: ArrayLike | None = None,
-        loss_se: ArrayLike | None = None,
-    ) -> Self:
-        """Fit to n runs. Raises InputError if no run repeats its data, and as `LossLaw.fit` does.
-
-        Parameters
-        ----------
-        N, D, U, loss : array_like
-            Parameters, tokens, unique tokens and loss (nats per token), each (n,). U above D counts as D.
-        weight, loss_se : array_like, optional
-            (n,), as in `LossLaw.fit`.
-        """
-        return self._fit((N, D, U, loss), weight, loss_se)
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:

@@ -26,6 +26,7 @@ from ..flops import FlopsPerToken, convention_name, flops_per_token
 from ..formatting import plain_json
 from ..laws.law import LossLaw
 from ..laws.registry import law_class, loss_law
+from ..table import Runs, as_table
 from ..uncertainty import by_group, group_labels
 
 if TYPE_CHECKING:
@@ -172,19 +173,22 @@ class FormMixture:
 
     def fit(
         self,
-        N: ArrayLike,
-        D: ArrayLike,
-        loss: ArrayLike,
-        flops: ArrayLike | None = None,
+        N: Any,
+        D: Any = None,
+        loss: Any = None,
+        flops: Any = None,
         groups: Any = None,
-        weight: ArrayLike | None = None,
-        loss_se: ArrayLike | None = None,
+        weight: Any = None,
+        loss_se: Any = None,
     ) -> Self:
-        """Fit every form to n runs, to the runs up to each cut-off, and to resamples.
+        """Fit every form to n runs or a table of them, to the runs up to each cut-off, and to resamples.
 
         Raises InputError if no form can be fitted. Columns (n,) are as in `LossLaw.fit`. Rows of one group, such as
         checkpoints of a run or branches of a trunk, are resampled and held out together.
         """
+        if D is None or loss is None:
+            runs = as_table(N)
+            return self.fit(runs.N, runs.D, runs.loss, **runs.options)
         columns = {"N": positive("N", N), "D": positive("D", D), "loss": positive("loss", loss)}
         columns["flops"] = 6.0 * columns["N"] * columns["D"] if flops is None else positive("flops", flops)
         weights = check_weights(weight, len(columns["loss"]))
@@ -469,7 +473,7 @@ class FormMixture:
 
 
 def forecast(
-    runs: Any,
+    runs: Runs,
     N: ArrayLike,
     D: ArrayLike,
     level: float = 0.95,
@@ -482,23 +486,13 @@ def forecast(
     Parameters
     ----------
     runs : DataFrame or RunTable
-        Columns N, D, loss and optionally flops, group or run_id, and weight.
+        Columns as in `read_table`.
     kind : {"run", "mean"}
         Interval of a new run, or of the law's value.
     forms : sequence, optional
         Laws or names of registered ones; by default `family()`.
     """
-
-    def column(name: str) -> Any:
-        return runs[name] if hasattr(runs, "columns") and name in runs else getattr(runs, name, None)
-
-    for name in ("N", "D", "loss"):
-        if column(name) is None:
-            raise InputError(f"runs has no column {name}; it needs N, D and loss.")
-    groups = column("group") if column("group") is not None else column("run_id")
-    optional = {"flops": column("flops"), "groups": groups, "weight": column("weight")}
-    mixture = FormMixture(forms, seed=seed).fit(column("N"), column("D"), column("loss"), **optional)
-    return mixture.forecast(N, D, level, kind)
+    return FormMixture(forms, seed=seed).fit(runs).forecast(N, D, level, kind)
 
 
 def _named(forms: Sequence[str | LossLaw]) -> dict[str, LossLaw]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..approaches.recipes import kinds, sentences
-from ..errors import InputError
+from ..errors import InputError, need
 from ..files import filling, write_text
 from ..flops import in_words
 from ..formatting import INTERVALS, UNDETERMINED, amount, count, fixed, interval, percent, scientific, times
-from ..plots import APPROACH_STYLE, FIGURES, save_figures
+from ..plots import ANALYSIS, APPROACH_STYLE, FIGURES, save_figures
 from ..results import Analysis
 from . import figures
 
@@ -61,6 +61,7 @@ def write_report(
     alone
         An analysis without points of averaged weights.
     """
+    need("analysis", analysis, "profiles", ANALYSIS)
     folder = Path(directory)
     if curves is not None:
         missing = [c for c in ("run_id", "tokens", "flops", "loss") if c not in curves]

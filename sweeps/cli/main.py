@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it
 DEFAULTS = ("table", "mixture")  # convention and intervals of a sweep's own fit
+COLUMN = re.compile(r"""columns=\{'(\w+)': (['"])(.*?)\2\}""")  # an argument in errors of `fit.read_table`
 REASONS = 3  # most frequent ones shown for a step of a data recipe
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -135,7 +136,11 @@ def fit_table(
         result = write_results(SweepDirectory.open(table), targets=target_flops or None)
         output = table / "fit"
     else:
-        runs = fit.read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
+        try:
+            runs = fit.read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
+        except fit.InputError as error:
+            flags = COLUMN.sub(lambda match: f"--column {match[1]}={shlex.quote(match[3])}", str(error))
+            raise UserError(flags.replace("derive_d='6nd'", "--derive-d 6nd")) from None
         largest = float(max(runs.flops if convention == "table" else 6.0 * runs.N * runs.D))
         targets = tuple(target_flops or [largest * factor for factor in (10.0, 100.0, 1000.0)])
         analysis = fit.analyze(runs, targets, bootstrap, seed, law, convention, intervals)

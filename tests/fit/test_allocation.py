@@ -273,7 +273,7 @@ WRONG = [
     (lambda law: allocation.compute_optimal(law, -1e21), "flops is -1e\\+21"),
     (lambda law: allocation.compute_optimal(law, 1e21, 0.0), "flops_per_token is 0"),
     (lambda law: allocation.compute_optimal(law, 1e21, level=95), "level is 95"),
-    (lambda law: allocation.compute_optimal(law, 1e21).interval("n"), "no quantity 'n'"),
+    (lambda law: allocation.compute_optimal(law, 1e21).interval("n"), "quantity is 'n'; choose one of flops"),
     (lambda law: allocation.compute_optimal(fit.ChinchillaLaw(), 1e21), "not fitted"),
     (lambda law: allocation.token_limited(law, [1e21, 1e22], [1e9, 1e10, 1e11]), "flops has 2, unique_tokens has 3"),
     (lambda law: allocation.inference_aware(law, 0.0, loss=2.0), "lifetime_tokens is 0"),

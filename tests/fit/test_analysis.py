@@ -167,7 +167,7 @@ def test_one_law_gives_one_answer_and_names_its_convention(tmp_path):
     assert "For 1e18 FLOPs (as the table counts)" in (tmp_path / "report.html").read_text()
     assert repr(analysis.law.optimal(C)).startswith("C (as the table counts) = 1e18")
     assert abs(analysis.law.optimal(C).N[0] / analysis.law.optimal(C, convention="6nd").N[0] - 1) > 0.02
-    with pytest.raises(fit.InputError, match="convention is 'exact'; choose table"):
+    with pytest.raises(fit.InputError, match="convention is 'exact'; choose one of table"):
         analysis.law.optimal(C, convention="exact")
 
 
@@ -242,7 +242,7 @@ def test_the_mixture_of_forms_answers_first_and_covers_more_than_the_noise(mixtu
     noise = analyze(sweep(), bootstrap=20)
     assert noise.to_dict()["optimal"] == content["approaches"]["parametric"]["optimal"]
     assert [noise.to_dict()["intervals"], noise.to_dict()["forms"]] == ["noise", {}]
-    with pytest.raises(fit.InputError, match="intervals is 'wide'; choose mixture or noise"):
+    with pytest.raises(fit.InputError, match="intervals is 'wide'; choose one of mixture, noise"):
         analyze(sweep(), intervals="wide")
 
 

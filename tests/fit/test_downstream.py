@@ -170,7 +170,7 @@ REFUSED = [
     (lambda: TaskLaw(law=RepetitionLaw()), "law takes N, D, U"),
     (lambda: TaskLaw().predict(1e9, 1e10), "not fitted"),
     (lambda: TaskLaw().fit(*sample(0)).interval(1e9, 1e10), "no intervals yet"),
-    (lambda: TaskLaw().fit(*sample(0)).bootstrap(10).constant_interval("gamma"), "no constant 'gamma'"),
+    (lambda: TaskLaw().fit(*sample(0)).bootstrap(10).constant_interval("gamma"), "constant is 'gamma'; choose one of"),
     (lambda: fit_tasks(fit.read_table(table(good=good)), [1e20]), "targets need a law of N and D"),
     (lambda: fit_tasks(fit.read_table(table(good=good)), bootstrap=0), "bootstrap is 0"),
     (lambda: verdicts(table(good=good), [-1.0]), "target is -1"),

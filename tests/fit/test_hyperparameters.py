@@ -109,7 +109,7 @@ WRONG = [
     (lambda: HyperparameterLaw("batch").fit(N, 20 * N, BATCH), "N and D do not vary separately"),
     (lambda: HyperparameterLaw("batch").fit(N[:3], D[:3], BATCH[:3]), "needs at least 4"),
     (lambda: HyperparameterLaw("batch").fit(N, D, np.r_[-1.0, BATCH[1:]]), "batch is -1 in row 0"),
-    (lambda: HyperparameterLaw("batch").fit(N, BATCH), "given 2 columns; N, D, batch"),
+    (lambda: HyperparameterLaw("batch").fit(N, BATCH), "was given #1, #2; it takes N, D, batch"),
     (lambda: HyperparameterLaw("N", ("N", "D")), "different names"),
     (lambda: HyperparameterLaw("batch").fit(ONE_SIZE, D[:6], BATCH[:6]).bootstrap(10), "without cell 5 the other 5"),
     (lambda: HyperparameterSurface(learning_rate=("N", "x")), "different names among N, D and C"),

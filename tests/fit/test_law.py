@@ -106,7 +106,13 @@ def test_the_representation_is_the_equation_with_intervals():
     low, high = law.interval("alpha")
     assert f"N^{law.alpha_:.4g} [{low:.4g}, {high:.4g}]" in repr(law)
     assert "60 points, 64 of 64 starts agree" in repr(law)
-    assert f"{low:.4g} to {high:.4g}" in law._repr_html_()
+    summary = law.summary()
+    expected = [law.alpha_, np.std(law.draws_["alpha"], ddof=1), low, high]
+    assert summary.table.loc["alpha"].tolist() == pytest.approx(expected, rel=1e-9)
+    for shown in (str(summary), summary._repr_html_(), law._repr_html_()):
+        assert f"{high:.5g}" in shown
+        assert "64 of 64 starts agree, objective huber = " in shown
+    assert fit.ChinchillaLaw().fit(*points(5)).summary().table["standard_error"].isna().all()
 
 
 def test_a_law_without_a_data_term_is_called_degenerate():
@@ -128,6 +134,7 @@ BAD = [
     (dict(D=20 * N), "collinear in \\(log N, log D\\), so alpha and beta cannot be told apart"),
     (dict(N=np.stack([N, N])), "N has shape"),
     (dict(N=np.resize(N[:5], 12), D=np.resize(D[:5], 12)), "the table has 5 different points"),
+    (dict(flops=[1e18]), "flops has 1"),
     (dict(weight=np.zeros(12)), "weight is zero in every row"),
     (dict(weight=[-1.0] + [1.0] * 11), "weight is -1 in row 0"),
     (dict(weight=np.r_[np.ones(5), np.zeros(7)]), "the table has 5 different points"),
@@ -149,7 +156,7 @@ def test_asking_an_unfitted_law_says_what_to_call():
     law = fit.ChinchillaLaw().fit(N, D, L)
     with pytest.raises(fit.InputError, match="call bootstrap"):
         law.interval("alpha")
-    with pytest.raises(fit.InputError, match="no constant 'gamma'"):
+    with pytest.raises(fit.InputError, match="constant is 'gamma'; choose one of E"):
         law.bootstrap(5).interval("gamma")
     with pytest.raises(fit.InputError, match="flops is 0"):
         law.optimal(0.0)

@@ -161,7 +161,7 @@ def test_any_law_of_N_and_D_can_join_and_a_table_is_read_with_its_groups(tmp_pat
         ({}, {"forms": ["power"]}, "forms holds 'power'; each must be a law of N and D."),
         ({}, {"N": [-1.0]}, "N is -1 in row 0; it must be a finite number above zero."),
         ({"loss": np.nan}, {}, "loss is nan in row 0; it must be a finite number above zero."),
-        ({"loss": None}, {}, "runs has no column loss; it needs N, D and loss."),
+        ({"loss": None}, {}, "the table has no column 'loss'; it has "),
         ({"D": 1e9}, {}, "D is 1e+09 in every row; a law in N and D needs more than one number of tokens."),
     ],
 )

@@ -77,11 +77,11 @@ BAD = [
     (frame().drop(columns="loss"), {}, "has no column 'loss'; it has run_id, N, D"),
     (pd.DataFrame({"step": [1], "n_tokens_seen": 9}), {}, "add one, or select it with `--column N=...`"),
     (frame().drop(columns="D"), {"derive_d": "6nd"}, "no column 'flops'"),
-    (frame().rename(columns={"N": "N_no_emb"}), {}, "`--column N=N_no_emb` selects it"),
+    (frame().rename(columns={"N": "N_no_emb"}), {}, "`columns={'N': 'N_no_emb'}` selects it"),
     (
         frame().rename(columns={"N": "params_active"}).assign(params_total=1),
         {},
-        "`--column N=params_active` or `--column N=params_total` selects it",
+        "`columns={'N': 'params_active'}` or `columns={'N': 'params_total'}` selects it",
     ),
     (
         frame().rename(columns={"N": "log10_N"}),
