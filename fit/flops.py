@@ -54,8 +54,9 @@ def in_words(convention: str) -> str:
     return {"table": "as the table counts"}.get(convention, convention.upper())
 
 
-def flops_per_token(N: Array, D: Array, flops: Array) -> FlopsPerToken | None:
+def flops_per_token(N: Array, D: Array, flops: ArrayLike) -> FlopsPerToken | None:
     """Fit FLOPs per token to n runs. Returns None if `flops` are 6ND, for which the optimum has a closed form."""
+    flops = positive("flops", flops)
     same_length(N=N, D=D, flops=flops)
     same = np.all(np.abs(flops / (6.0 * N * D) - 1.0) < SAME)
     return None if same else FlopsPerToken.measured(N, D, flops)

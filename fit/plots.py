@@ -246,8 +246,7 @@ def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None
 
 def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = None) -> Axes:
     """Plot the constants `x` and `y` of every bootstrap refit, with the fit and 95 % intervals."""
-    need("law", law, "draws_", "a fitted law")
-    if law.draws_ is None:
+    if getattr(law, "draws_", None) is None:
         raise InputError("this law has no bootstrap draws to plot; call bootstrap(n, groups=run_id) first.")
     for name in (x, y):
         one_of("constant", name, law.names)

@@ -93,7 +93,8 @@ class TaskLaw(Estimator):
             (n,) mask of the rows of the first step, by default all.
         """
         columns = [column for column in (N, D, task_loss, acc) if column is not None]
-        self.data_ = _rows(*by_name("fit", ("N", "D", "task_loss", "acc"), columns, {}).values(), acc_se, final)
+        N, D, task_loss, acc = by_name("fit", ("N", "D", "task_loss", "acc"), columns, {}).values()
+        self.data_ = _rows(N, D, task_loss, acc, acc_se, final)
         if chance is not None and not 0 <= chance < 1:
             raise InputError(f"chance is {chance}; it must be at least 0 and below 1, or None to fit it.")
         self.chance = chance

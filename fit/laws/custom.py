@@ -90,7 +90,7 @@ class FunctionLaw(LossLaw):
         }
         return {name: value for name, value in arguments.items() if name != "function"}
 
-    fit = Law.fit  # type: ignore[assignment]  # inputs may be others than N and D
+    fit = Law.fit  # inputs may be others than N and D
 
     def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
         if self.function is None:

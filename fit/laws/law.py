@@ -270,18 +270,18 @@ class Law(Estimator):
         if len(columns) == 1 and not named and {"N", "D", "loss"} <= {*names}:
             columns = (as_table(columns[0]),)
         options = {"weight": weight, "loss_se": loss_se, "flops": flops, "groups": groups}
-        more = columns[0].options if columns and isinstance(columns[0], RunTable) else {}
-        more = more | {name: value for name, value in options.items() if value is not None}
+        if columns and isinstance(columns[0], RunTable):
+            options = columns[0].options | {name: value for name, value in options.items() if value is not None}
         data = by_name("fit", self.inputs, columns, named, (self.output,))
         self.data_ = {name: positive(name, column) for name, column in data.items()}
         *inputs, observed = self.data_.values()
-        self.weight_ = check_weights(more.get("weight"), len(observed))
+        weight, loss_se, flops, groups = (options[name] for name in ("weight", "loss_se", "flops", "groups"))
+        self.weight_ = check_weights(weight, len(observed))
         same_length(**self.data_, weight=self.weight_)
-        se, flops, groups = (more.get(name) for name in ("loss_se", "flops", "groups"))
-        self.se_ = None if se is None else positive(f"{self.output}_se", se)
+        self.se_ = None if loss_se is None else positive(f"{self.output}_se", loss_se)
         self._groups = None if groups is None else group_labels(groups, len(observed))
         if self.inputs == ("N", "D"):
-            self.flops_per_token_ = None if flops is None else flops_per_token(*inputs, positive("flops", flops))
+            self.flops_per_token_ = None if flops is None else flops_per_token(inputs[0], inputs[1], flops)
         if self.objective == "se":
             if self.se_ is None:
                 raise InputError(f"{self.output}_se is missing; objective 'se' needs the standard error of every row.")
@@ -545,9 +545,7 @@ class Law(Estimator):
         return f"{type(self).__name__}({arguments})"
 
     def _repr_html_(self) -> str:
-        if not hasattr(self, "theta_"):
-            return f"<code>{self!r}</code>"
-        return self.summary()._repr_html_()
+        return self.summary()._repr_html_() if hasattr(self, "theta_") else f"<code>{self!r}</code>"
 
     def summary(self, level: float = 0.95) -> Summary:
         """Return the table of constants with bootstrap standard errors and intervals, and how the fit went."""

@@ -281,7 +281,7 @@ WRONG = [
     (lambda law: Prices(0.0, 1e15, 2.0, 1e15), "train_hour is 0.0; it must be a finite number above zero"),
     (lambda law: FlopsPerToken.measured([1e9, 1e9], [1e9, 1e10], [1e19]), "columns differ in length"),
     (lambda law: allocation.compute_optimal(FixedLaw({}, form="x", inputs=("C",)), 1e21), "the law takes C"),
-    (lambda law: allocation.inference_aware(fit.KaplanLaw(), 1e12, loss=2.0), "form 'kaplan'"),
+    (lambda law: allocation.inference_aware(fit.KaplanLaw(), 1e12, loss=2.0), "law is of type KaplanLaw"),
 ]
 
 

@@ -56,12 +56,12 @@ def test_scikit_learn_takes_laws():
 
 def calls():
     for name in fit.__all__:
-        thing = getattr(fit, name)
-        if inspect.isclass(thing) and hasattr(thing, "fit") and thing is not fit.Law:
-            yield pytest.param(lambda *given, law=thing: law().fit(*given), 1, id=name)
-        elif inspect.isfunction(thing) and name not in ("read_curves", "forecast_final", "signal_to_noise", "verdict"):
-            required = [p for p in inspect.signature(thing).parameters.values() if p.default is p.empty]
-            yield pytest.param(thing, len(required), id=name)
+        public = getattr(fit, name)
+        if inspect.isclass(public) and hasattr(public, "fit") and public is not fit.Law:
+            yield pytest.param(lambda *columns, law=public: law().fit(*columns), 1, id=name)
+        elif inspect.isfunction(public) and name not in ("read_curves", "forecast_final", "signal_to_noise", "verdict"):
+            required = [p for p in inspect.signature(public).parameters.values() if p.default is p.empty]
+            yield pytest.param(public, len(required), id=name)
 
 
 @pytest.mark.parametrize(("call", "required"), [*calls()])
