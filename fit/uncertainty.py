@@ -47,10 +47,20 @@ def group_labels(groups: Any, rows: int) -> np.ndarray:
     return labels.astype(str)
 
 
+def numbered(groups: Any, *columns: Array) -> np.ndarray:
+    """Number each row's group, (rows,), by its first row in the order of `columns`, each (rows,).
+
+    Draws for these numbers depend on the data alone, not on the order of the rows or the names of the groups.
+    """
+    order = np.lexsort(columns[::-1])
+    _, member = by_group(np.asarray(groups)[order])
+    return member[np.argsort(order)]
+
+
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
-    """Resample whole groups; `groups` (rows,) labels them. Returns how often each row was drawn, (resamples, rows)."""
+    """Resample groups in the order of their labels; `groups` is (rows,). Returns counts of rows (resamples, rows)."""
     check_resampling(resamples, seed)
-    labels, member = by_group(groups)
+    labels, member = np.unique(groups, return_inverse=True)
     generator = np.random.default_rng(seed)
     share = np.full(len(labels), 1.0 / len(labels))
     return generator.multinomial(len(labels), share, size=resamples).astype(np.float64)[:, member]
@@ -150,7 +160,7 @@ def wild_targets(
     Hall and Young 1993).
     """
     check_resampling(n, seed)
-    labels, member = by_group(groups)
+    labels, member = np.unique(groups, return_inverse=True)
     generator = np.random.default_rng(seed)
     signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
     noise = np.zeros(signs.shape) if width is None else width * generator.standard_normal(signs.shape)

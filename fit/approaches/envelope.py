@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import FLAT, Array, Column, positive, same_length
 from ..laws.powerlaw import PowerLaw
 from ..table import as_table
-from ..uncertainty import cluster_counts
+from ..uncertainty import cluster_counts, group_labels, numbered
 from .isoflop import binned_levels, budget_levels
 
 BIN_WIDTH = 0.1  # decades of C in one level, if the table has no budgets
@@ -47,7 +47,8 @@ class Envelope:
         """Refit the laws to `n` resamples of whole runs; those with one label in `groups` (runs,) stay together."""
         if self.N_law_ is None:
             return self
-        counts = cluster_counts(np.arange(len(self._labels)) if groups is None else groups, n, seed)
+        numbers = numbered(group_labels(groups, len(self._labels)), *self._points)
+        counts = cluster_counts(numbers, n, seed)
         (C, *best), _ = self._winners(counts, np.random.default_rng(seed + 1))
         row, level = np.nonzero(np.isfinite(C))
         # Draws use the levels of the full fit, so that the laws' points match; levels missing in a draw are NaN.

@@ -273,7 +273,7 @@ class IsoflopProfiles:
         for level, C in enumerate(self.budgets_):
             rows = np.flatnonzero((self.labels_ == level) & (weight > 0))
             if rows.size:
-                rows = rows[np.argsort(N[rows], kind="stable")]
+                rows = rows[np.lexsort((loss[rows], N[rows]))]
                 n, d, y, error, w = (values[rows] for values in (N, D, loss, se, weight))
                 N0 = float(np.exp(np.log(n).mean()))
                 bare.append(IsoflopProfile(self.method, float(C), n, d, y, error, w, N0))

@@ -29,6 +29,7 @@ from ..uncertainty import (
     excess_scatter,
     group_labels,
     identifiable_counts,
+    numbered,
     percentile_interval,
     percentile_intervals,
 )
@@ -143,7 +144,7 @@ class TaskLaw(Estimator):
     def bootstrap(self, n: int = 1000, groups: ArrayLike | None = None, seed: int = 0) -> Self:
         """Refit both steps on `n` resamples of whole `groups` (rows,), such as run ids. Returns self."""
         self._fitted()
-        labels = group_labels(groups, len(self.data_["acc"]))
+        labels = numbered(group_labels(groups, len(self.data_["acc"])), *self.data_.values())
         counts, redrawn = self.resamples(labels, n, seed)
         constants = self.refit(counts)
         keep = np.isfinite(constants["slope"])

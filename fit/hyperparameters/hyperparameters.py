@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from ..errors import Array, Columns, Constants, InputError, Say, positive, same_length
 from ..laws.law import Law, Problem, amplitude, centred, projected_starts
 from ..solver.forms import LogSumExp, LogSumTerms
-from ..uncertainty import by_group, group_labels, wild_targets
+from ..uncertainty import by_group, group_labels, numbered, wild_targets
 
 COLLINEAR = 0.01  # smallest over largest singular value of scaled log inputs for separate exponents; chosen by hand
 REACH = np.log(1e6)  # log distance of B_crit from the batches tried beyond which one of the two costs counts as zero
@@ -73,7 +73,8 @@ class DesignedLaw(Law):
         labels, member = by_group(groups)
         freedom = len(labels) - max(design.shape[1] for design in self._designs())
         self._need_every_cell(labels, member, freedom)
-        target = wild_targets(self._values(), self.left_out_residuals(groups), groups, n, seed, freedom)
+        numbers = numbered(groups, *self.data_.values())
+        target = wild_targets(self._values(), self.left_out_residuals(groups), numbers, n, seed, freedom)
         self._drawn(self._refit(np.ones(target.shape), target), groups, method=method, seed=seed)
         return self
 

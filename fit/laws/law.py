@@ -57,6 +57,7 @@ from ..uncertainty import (
     jackknife_weights,
     kernel_width,
     need_no_group_alone,
+    numbered,
     percentile_interval,
     percentile_intervals,
     wild_targets,
@@ -411,19 +412,19 @@ class Law(Estimator):
         one_of("method", method, ("auto", "pairs", "wild"))
         groups = group_labels(self._groups if groups is None else groups, len(self.weight_))
         p, used, redrawn = self.problem_, self.weight_ > 0, 0
-        independent = independent_groups(groups[used], p.free)
+        independent, numbers = independent_groups(groups[used], p.free), numbered(groups, *self.data_.values())
         if method == "auto":
             method = "wild" if independent < RUNS_PER_CONSTANT * p.free else "pairs"
         if method == "pairs":
             inputs = np.stack([self.data_[name] for name in self.inputs])
-            counts, redrawn = identifiable_counts(groups, n, seed, inputs, self.weight_, p.axes, p.free)
+            counts, redrawn = identifiable_counts(numbers, n, seed, inputs, self.weight_, p.axes, p.free)
             solution = self._refit(counts)
         else:
             free = (p.lower < self.theta_) & (self.theta_ < p.upper)
             need_no_group_alone(self._slopes(p, self.theta_)[np.ix_(used, free)], groups[used], self.title)
             errors = self.left_out_residuals(groups)
             width = 0.0 if np.isinf(self._delta) else kernel_width(errors[used], independent)
-            target = wild_targets(self._values(), errors, groups, n, seed, independent - p.free, width)
+            target = wild_targets(self._values(), errors, numbers, n, seed, independent - p.free, width)
             solution = self._refit(np.ones(target.shape), target)
         self._drawn(solution, groups, method=method, seed=seed, redrawn=redrawn)
         return self
@@ -482,8 +483,10 @@ class Law(Estimator):
         draws = self.predict_draws(*np.broadcast_arrays(*points))
         if kind == "run":
             generator = np.random.default_rng((self.bootstrap_["seed"] or 0) + 1)  # not the signs or counts of draws
-            error = self._inflation(len(np.unique(self.groups_[self.weight_ > 0]))) * self.residuals()
-            draws = draws * np.exp(generator.choice(error, size=draws.shape, p=self.weight_ / self.weight_.sum()))
+            order = np.argsort(self.residuals())
+            error = self._inflation(len(np.unique(self.groups_[self.weight_ > 0]))) * self.residuals()[order]
+            share = self.weight_[order] / self.weight_.sum()
+            draws = draws * np.exp(generator.choice(error, size=draws.shape, p=share))
         return percentile_intervals(draws, level)
 
     def _inflation(self, independent: int) -> float:

@@ -77,12 +77,23 @@ def test_complex_numbers_are_refused():
             fit.ChinchillaLaw().fit(frame.N, frame.D, loss)
 
 
-def test_new_names_of_the_groups_change_no_interval():
+def test_new_names_of_the_groups_and_another_order_of_the_rows_change_no_interval():
     rng = np.random.default_rng(3)
-    N, D = rng.choice(10.0 ** np.arange(5, 9), 40), 10 ** rng.uniform(7, 11, 40)
+    flops = np.repeat(10.0 ** np.arange(16, 21), 8)
+    N = np.sqrt(flops / 120) * np.tile(np.geomspace(0.1, 10, 8), 5)
+    D = flops / 6 / N
     loss = (1.5 + 40 / N**0.3 + 85 / D**0.3) * np.exp(0.01 * rng.standard_normal(40))
-    groups = np.arange(40) // 2
-    law = fit.ChinchillaLaw().fit(N, D, loss)
-    for method in ("wild", "pairs"):
-        named, renamed = (law.bootstrap(30, names, method=method).interval("alpha") for names in (groups, 99 - groups))
-        assert named == renamed
+    runs = pd.DataFrame({"N": N, "D": D, "loss": loss, "flops": flops, "group": np.arange(40) // 2})
+    moved = runs.assign(group=99 - runs.group).sample(frac=1.0, random_state=0)
+
+    def intervals(t):
+        columns = [t[name].to_numpy() for name in ("N", "D", "loss", "flops")]
+        yield fit.Envelope().fit(*columns).bootstrap(30, t.group).N_law_.interval("p")
+        yield fit.forecast(t, 1e10, 1e12, forms=["kaplan"])[["low", "high"]].to_numpy()[0]
+        law = fit.ChinchillaLaw().fit(*columns[:3])
+        for method in ("wild", "pairs"):
+            yield law.bootstrap(30, t.group, method=method).interval("alpha")
+            yield law.predict_interval(1e10, 1e12, kind="run")
+
+    for before, after in zip(intervals(runs), intervals(moved), strict=True):
+        assert after == pytest.approx(before, rel=1e-5)

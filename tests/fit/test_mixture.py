@@ -1,10 +1,13 @@
 """Forecasts of several forms: their weights, rolling hold-outs and intervals, and the coverage of these."""
 
+import dataclasses
+
+import msgspec
 import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
-from isoflop.fit.mixture.mixture import FormMixture, Prior, cut_offs, family
+from isoflop.fit.mixture.mixture import FormMixture, Prior, SavedMixture, cut_offs, family
 
 TRUTH = {"E": 1.8, "A": 480.0, "B": 2000.0, "alpha": 0.35, "beta": 0.37}
 
@@ -126,6 +129,15 @@ def test_the_seed_decides_the_answer():
     one, same, other = (fit.forecast(runs, [1e11], [2e12], forms=forms, seed=seed) for seed in (1, 1, 2))
     assert one.equals(same)
     assert not one.equals(other)
+
+
+def test_a_saved_mixture_forecasts_as_before(mixture):
+    saved = msgspec.convert(mixture.to_dict(), SavedMixture)
+    restored = FormMixture.from_saved(saved, "law.json")
+    for kind in ("mean", "run"):
+        assert restored.forecast([1e10], [2e11], kind=kind).equals(mixture.forecast([1e10], [2e11], kind=kind))
+    older = FormMixture.from_saved(dataclasses.replace(saved, noise=None), "law.json")
+    assert np.isnan(older.forecast([1e10], [2e11]).high[0])  # unknown noise is no narrow interval
 
 
 def test_a_form_that_cannot_be_fitted_is_left_out_and_said():
