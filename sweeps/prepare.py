@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -132,9 +133,10 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(changes[:SHOWN] + ["…"] * (len(changes) > SHOWN))
 
 
-def from_disk(sweep: SweepDirectory) -> Prepared:
+def from_disk(sweep: SweepDirectory, more: Sequence[RunConfig] = ()) -> Prepared:
+    """Plan the sweep of a folder, and the runs `more`, from its run configs."""
     config = configuration(sweep)
-    return _prepare(sweep, config, [run.config() for run in sweep.runs()], matmul_rate(config, sweep))
+    return _prepare(sweep, config, [*(run.config() for run in sweep.runs()), *more], matmul_rate(config, sweep))
 
 
 def configuration(sweep: SweepDirectory) -> SweepConfig:

@@ -62,7 +62,8 @@ def _solver(law: Law) -> Warnings:
     if agree < 0.9 * tried:
         yield Warning(
             "starts_disagree",
-            f"{agree} of {tried} starts of the optimizer reach the same parametric law; the runs hardly determine it.",
+            f"{agree} of {tried} starts of the optimizer reach the same parametric law; the runs hardly determine "
+            "it, so add runs of other N and D.",
         )
     if law.degenerate_:
         what = {law.irreducible: f"the irreducible loss {law.irreducible} is zero"}
@@ -84,7 +85,7 @@ def _answer(a: Analysis) -> Warnings:
     span = interval(lead.at(C).N_ci, count) if lead.available else ""
     if a.resamples and span in ("no interval", UNDETERMINED):
         reason = "spans more than five decades" if span == UNDETERMINED else "could not be computed from so few runs"
-        yield Warning("no_interval", f"The {lead.key} interval of N* at {scientific(C)} FLOPs {reason}.")
+        yield Warning("no_interval", f"The {lead.key} interval of N* at {scientific(C)} FLOPs {reason}; add runs.")
     if lead.mixture is not None:
         forms, sizes = lead.mixture.weights_, lead.mixture.sizes([C], lead.flops_per_token or 6.0)
         heavy = sorted((float(N[0]), name) for name, N in sizes.items() if forms[name] >= HEAVY)
@@ -95,7 +96,7 @@ def _answer(a: Analysis) -> Warnings:
             yield Warning(
                 "forms_disagree",
                 f"At {scientific(C)} FLOPs, forms of the law that predict these runs about equally well ask for {ends} "
-                "parameters.",
+                "parameters; only larger runs can tell which is right.",
             )
 
 
@@ -170,7 +171,7 @@ def _profiles(profiles: IsoflopProfiles) -> Warnings:
         if (i := p.interval()) is not None and not (p.N.min() / 3 < i[0] and i[1] < p.N.max() * 3)
     ]
     if wide:
-        message = f"The minimum at {first_few(wide)} FLOPs is uncertain by more than the sizes tried."
+        message = f"The minimum at {first_few(wide)} FLOPs is uncertain by more than the sizes tried; add sizes there."
         yield Warning("vertex_uncertain", message)
 
 

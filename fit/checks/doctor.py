@@ -713,13 +713,14 @@ def extrapolation(high: float, targets: Iterable[float], reach: float | None = N
         yield Warning(
             "backtest_short",
             f"The target {distances} is farther beyond the largest run ({scientific(high)} FLOPs) than the "
-            f"{times(reach)} that the backtest covers.",
+            f"{times(reach)} that the backtest covers; train larger runs, or ask about a smaller budget.",
         )
     elif far:
         yield Warning(
             "extrapolation",
             f"The target {distances} is beyond {EXTRAPOLATION:g} times the largest run ({scientific(high)} FLOPs); "
-            "the intervals cover the noise of these runs, but not a law that changes beyond them.",
+            "the intervals do not cover a law that changes beyond the runs; train larger runs, or ask about a smaller "
+            "budget.",
         )
 
 

@@ -74,12 +74,15 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
     if len(narrow) < 2:
         wide = ", ".join(f"{key} has {span}" for key, span in spans_text.items())
         need = f"two intervals of N within a factor of {AGREE_WITHIN:g} are needed"
-        return Verdict(None, f"Agreement cannot be judged {at}: {need}, and {wide}.")
+        return Verdict(None, f"The approaches cannot confirm one another {at}: {need}, and {wide}.")
     for first, second in combinations(narrow, 2):
         i, j = available[first].at(targets[0]), available[second].at(targets[0])
         if not any(e.N_ci[0] <= o.N <= e.N_ci[1] for e, o in ((i, j), (j, i)) if e.N_ci and o.N):
             details = f"the intervals of {first} and {second} overlap, but neither contains the other's"
-            return Verdict(None, f"Agreement cannot be judged {at}: {details} N ({count(j.N)} and {count(i.N)}).")
+            return Verdict(
+                None,
+                f"The approaches neither agree nor clearly disagree {at}: {details} N ({count(j.N)} and {count(i.N)}).",
+            )
     subject = "The approaches" if len(narrow) == len(available) else " and ".join(narrow).capitalize()
     rest = "".join(f"; {key} is too uncertain to compare ({spans_text[key]})" for key in available if key not in narrow)
     widest = spans_text[max(narrow, key=lambda key: width[key])]

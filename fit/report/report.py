@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..approaches.approaches import Estimate
 from ..approaches.recipes import kinds, sentences
 from ..errors import InputError, need
 from ..files import filling, write_text
@@ -99,7 +100,7 @@ def render_report(
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    t, law = a.table, a.law
+    t, law, (answer, best) = a.table, a.law, _answer(a)
     drawn = figures.draw_all(a, curves)
     shown = {f"figure-{name}": figure for name, figure in drawn.items() if figure is not None}
     return render_template(
@@ -108,9 +109,8 @@ def render_report(
         title=title,
         origin=origin,
         counted=in_words(a.convention),
-        answer=_answer(a),
-        besides=[sentence for sentence in (_second(a), a.verdict.sentence) if sentence],
-        able=[one for one in a.ranked if one.exponent is not None],
+        answer=answer,
+        best=best,
         influence=_influence(a),
         styles=APPROACH_STYLE,
         covered=INTERVALS[a.lead.intervals["intervals"]],
@@ -153,33 +153,18 @@ def render_template(name: str, **context: Any) -> str:
     return environment.get_template(name).render(context)
 
 
-def _answer(a: Analysis) -> str:
-    """Return the answer for the first target, in one sentence."""
+def _answer(a: Analysis) -> tuple[str, Estimate | None]:
+    """Return the answer for the first target in one sentence, and its estimate, None if there is no answer."""
     C, largest = a.targets[0], float(a.table.flops.max())
-    budget = f"{scientific(C)} FLOPs ({in_words(a.convention)})" + (
-        f", {times(C / largest)} the largest run," if largest < C else ""
-    )
-    answers = [(approach, estimate) for approach in a.ranked if (estimate := approach.at(C)).N is not None]
-    if not answers:
-        return f"No approach has an answer for {budget.rstrip(',')}."
-    lead, estimate = answers[0]
-    span = interval(estimate.N_ci, count)
-    if span == UNDETERMINED:
-        return f"For {budget} these runs do not determine an optimum: the interval of N spans more than five decades."
-    subject = "the mixture of forms" if lead.mixture else lead.key
-    size = f"{count(estimate.N)} parameters ({span})"
-    tokens = f"{count(estimate.D)} tokens ({interval(estimate.D_ci, count)})"
-    return f"For {budget} {subject} asks for {size} and {tokens}."
-
-
-def _second(a: Analysis) -> str:
-    answers = [(approach, estimate) for approach in a.ranked if (estimate := approach.at(a.targets[0])).N is not None]
-    if len(answers) < 2 or not answers[0][0].mixture or interval(answers[0][1].N_ci, count) == UNDETERMINED:
-        return ""
-    approach, estimate = answers[1]
-    best = (a.backtest.get("tested") or {}).get("best") == approach.key
-    tested = ", the approach that backtests best," if best else ""
-    return f"{approach.key.capitalize()}{tested} asks for {count(estimate.N)} ({interval(estimate.N_ci, count)})."
+    far = f", {times(C / largest)} the compute of the largest run," if largest < C else ""
+    budget = f"a budget of {scientific(C)} training FLOPs ({in_words(a.convention)}){far}"
+    best = next((estimate for approach in a.ranked if (estimate := approach.at(C)).N is not None), None)
+    if best is None:
+        reason = a.lead.reason.rstrip(".") or "no approach has a best size there"
+        return f"These runs give no answer for {budget.rstrip(',')}: {reason}. Add runs of other N and D.", None
+    if interval(best.N_ci, count) == UNDETERMINED:
+        return f"For {budget} these runs determine no optimum: the interval of N spans more than five decades.", None
+    return f"For {budget} the best model has {count(best.N)} parameters and trains on {count(best.D)} tokens.", best
 
 
 def _influence(a: Analysis) -> list[dict[str, Any]]:

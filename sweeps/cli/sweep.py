@@ -241,7 +241,7 @@ def adopt_command(sweep: Sweep, as_json: ChangesAsJson = False) -> None:
 def extend_command(
     sweep: Sweep,
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="As for sweep.py: grid.budgets=[1e20]", show_default=False)
+        list[str] | None, typer.Argument(help="As for sweep.py: grid.budgets=[1e20] dry_run=true", show_default=False)
     ] = None,
     grid: Annotated[Path | None, typer.Option(help="A YAML file with a grid, as `suggest --write` writes.")] = None,
     as_json: ChangesAsJson = False,

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ...train.config import run_id
+from ...train.config import RunConfig, run_id
 from ...train.errors import UserError, counted
 from ...train.files import read_document
 from .. import prepare
@@ -24,14 +24,27 @@ from .base import GridConfig
 from .expand import expand_grid
 from .tuning import Tuner
 
+DRY_RUN = "dry_run=true"
+
 
 def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
-    """Add the runs of the sweep's grid with `overrides`, or of the grid in a YAML file. Returns the new run ids."""
-    if bool(overrides) == (grid_file is not None):
+    """Add the runs of the sweep's grid with `overrides`, or of the grid in a YAML file. Returns the new run ids.
+
+    With dry_run=true among the overrides, print the runs and their cost, and add none.
+    """
+    changes = [override for override in overrides if override != DRY_RUN]
+    if bool(changes) == (grid_file is not None):
         raise UserError("extend needs either overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
-    grid = _overridden(config, overrides) if grid_file is None else read_grid(grid_file)
-    names = add_grid(sweep, config, grid, f"extended by {grid_file or ' '.join(overrides)}")
+    grid = _overridden(config, changes) if grid_file is None else read_grid(grid_file)
+    if len(changes) < len(overrides):
+        before, after = (prepare.from_disk(sweep, more).plan for more in ([], _expand(sweep, config, grid)))
+        present = {run.run_id for run in before.runs}
+        added = [f"N {short(run.N_total)} D {short(run.D)}" for run in after.runs if run.run_id not in present]
+        cost = f"{after.total_flops - before.total_flops:.3g} FLOPs (exact)"
+        print("\n".join([*added, f"dry run: {counted(len(added), 'run')} would be added, for {cost}"]))
+        return []
+    names = add_grid(sweep, config, grid, f"extended by {grid_file or ' '.join(changes)}")
     none = f"{sweep.path} already has all of these runs; nothing was added"
     print(f"added {counted(len(names), 'run')} to {sweep.path}" if names else none)
     return names
@@ -53,12 +66,17 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
 
 def add_grid(sweep: SweepDirectory, config: SweepConfig, grid: GridConfig, reason: str) -> list[str]:
     """Add the runs of a grid and print notes on their fit. Returns the new run ids."""
+    return membership.add_runs(sweep, _expand(sweep, config, grid), reason)
+
+
+def _expand(sweep: SweepDirectory, config: SweepConfig, grid: GridConfig) -> list[RunConfig]:
+    """Return the runs of a grid and print notes on their fit together with the sweep's."""
     present = [run.config() for run in membership.members(sweep)]
     runs = expand_grid(grid, prepare.resolved_base(sweep, config), config.tuning, present)
     all_runs = list({run_id(run): run for run in (*runs, *present)}.values())
     for line in grid.notes(all_runs, Tuner(config.tuning)):
         print(f"note: {line}")
-    return membership.add_runs(sweep, runs, reason)
+    return runs
 
 
 def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:

@@ -266,6 +266,8 @@ def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
 
 
 def print_forecasts(result: dict[str, Any]) -> None:
+    if not any(result.values()):
+        say("no run is under way; forecast a larger one with --target FLOPs, --target N=7e8,D=1.4e10 or --target RUN")
     if forecasts := result["forecasts"]:
         title = f"forecasts, {LEVEL:.0%} intervals of a run"
         table = plain_table(("run", "N", "D", "seen", "final loss"), ("run",), title)

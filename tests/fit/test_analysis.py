@@ -281,7 +281,7 @@ def test_no_bootstrap_means_no_intervals():
     analysis = analyze(sweep(), bootstrap=0)
     assert analysis.to_dict()["ci"] == {}
     assert all(e["N_ci"] is None for a in analysis.to_dict()["approaches"].values() for e in a["optimal"])
-    assert "Agreement cannot be judged" in analysis.verdict.sentence
+    assert "cannot confirm one another" in analysis.verdict.sentence
 
 
 def test_the_backtest_holds_out_the_highest_budget_and_predicts_it():

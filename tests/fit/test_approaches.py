@@ -91,7 +91,7 @@ def test_agreement_is_not_claimed_of_wide_intervals():
     )
     verdict = fit.verdict(approaches, (1e21,), table)
     assert verdict.agree is None
-    assert "cannot be judged" in verdict.sentence
+    assert "cannot confirm one another" in verdict.sentence
 
 
 def test_approaches_that_disagree_are_named():

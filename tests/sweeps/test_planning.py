@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -229,6 +230,9 @@ def test_a_grid_is_extended_by_what_changes_of_it(
     sweep: Callable[..., Prepared], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = sweep()
+    assert extend.extend_sweep(planned.sweep, ["grid.tokens_per_parameter=[1,2,4]", "dry_run=true"]) == []
+    assert re.search(r"dry run: 2 runs would be added, for [1-9]\S+ FLOPs", capsys.readouterr().out)
+    assert len(prepare.from_disk(planned.sweep).runs) == 4
     added = extend.extend_sweep(planned.sweep, ["grid.tokens_per_parameter=[1,2,4]"])
     assert len(added) == 2, "the new D of both sizes"
     assert not set(added) & ids(planned)
