@@ -6,6 +6,8 @@ import dataclasses
 import html
 import inspect
 import re
+import sys
+import tempfile
 import typing
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+LINKS = tempfile.TemporaryDirectory()  # holds a link to the checkout, named `isoflop`
 GROUPS = (
     *("model", "data", "optimizer", "schedule", "tuning", "average", "checkpoint"),
     *("parallel", "cluster", "evaluate", "fit", "tracker"),
@@ -22,9 +25,25 @@ OF_OPTIONS = ("kind", "corpus", "tasks", "path")  # settings that make an option
 WIDE = 24  # characters of a default above which it stands behind the meaning
 
 
+def on_config(config: Any) -> Any:
+    """Make this checkout importable as `isoflop`, whatever the name of its folder."""
+    (Path(LINKS.name) / "isoflop").symlink_to(CONF.parent)
+    sys.path.insert(0, LINKS.name)
+    config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [LINKS.name]
+    return config
+
+
 def on_page_markdown(markdown: str, **unused: Any) -> str:
-    """Replace `<!-- settings: GROUP -->` by the group's options and its table of settings."""
-    return re.sub(r"<!-- settings: (\w+) -->", lambda match: settings(match[1]), markdown)
+    """Replace `<!-- settings: GROUP -->` by the group's settings, and names of `fit` in a list by their docstrings."""
+    markdown = re.sub(r"<!-- settings: (\w+) -->", lambda match: settings(match[1]), markdown)
+    return re.sub(r"^- `fit\.(\w+)`: .*$", lambda match: documented(match[1]), markdown, flags=re.MULTILINE)
+
+
+def documented(name: str) -> str:
+    """Return the directive of mkdocstrings for a public name of `fit`."""
+    from isoflop import fit
+
+    return f"\n::: isoflop.fit.{fit._HOMES[name]}.{name}\n"
 
 
 def on_page_content(html_text: str, **unused: Any) -> str:

@@ -328,5 +328,5 @@ def _described(grids: Sequence[str]) -> Iterator[str]:
         text = (CONFIG / "grid" / f"{grid}.yaml").read_text(encoding="utf-8")
         comment = re.sub(r"\s*\n# ?", " ", "\n".join(re.findall(r"^# (?!@package).*$", text, re.MULTILINE)))
         first = re.match(r"#? ?(.*?[.])(?= |$)", comment)
-        about = (first[1] if first else comment).strip()
+        about = (first[1] if first else comment).strip("# ")
         yield textwrap.fill(about, 118, initial_indent=f"  {grid:<12} ", subsequent_indent=" " * 15)

@@ -87,6 +87,12 @@ def test_files_describes_every_key_and_column() -> None:
     assert keys - described - shown == set()
 
 
+def test_names_of_the_reference_become_their_docstrings() -> None:
+    page = hooks.on_page_markdown("- `fit.read_table`: Read runs.\n- `other`: stays\n")
+    assert "::: isoflop.fit.table.read_table\n" in page
+    assert "- `other`: stays" in page
+
+
 def test_formulas_are_mathml() -> None:
     pytest.importorskip("latex2mathml")
     page = hooks.on_page_content(r'<p>a <span class="arithmatex">\(x &lt; \frac{A}{N^{\alpha}}\)</span></p>')

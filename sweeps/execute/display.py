@@ -57,12 +57,13 @@ def _table_of(plan: Plan) -> Table:
             if number == FIRST_ROWS:
                 table.add_row(f"… {len(plan.runs) - FIRST_ROWS - LAST_ROWS} more …")
             continue
+        ratio = run.D / (run.N_active or run.N_total)
         table.add_row(
             run.run_id,
             short(run.N_total),
             short(run.D),
             f"{run.flops_exact:.2e}",
-            f"{run.D / (run.N_active or run.N_total):.0f}",
+            f"{ratio:.0f}" if ratio >= 9.95 else f"{ratio:.2g}",
             f"{run.width}x{run.depth}",
             f"{run.steps:,}",
             describe_seconds(run.estimated_seconds),

@@ -64,6 +64,7 @@ def test_help_of_a_sweep_shows_grids_and_settings_with_their_comments(isoflop: I
     assert code == 0
     assert "_schema" not in output
     assert "chinchilla   An isoFLOP grid: several sizes at each of several FLOP budgets" in output
+    assert "  one          One run" in output
     lines = [line.strip() for line in output.splitlines()]
     for file in ("data/hf", "model/gpt", "grid/ladder"):
         settings = [line for line in (CONFIG / f"{file}.yaml").read_text().splitlines() if re.match(r"\w.*:.*#", line)]

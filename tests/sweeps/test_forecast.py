@@ -99,6 +99,10 @@ def test_a_sealed_forecast_is_compared_with_the_outcome_of_its_run(
     assert "0 of 1 interval held" in result.stdout
 
 
+def test_a_finished_sweep_says_how_to_forecast_a_larger_run(sweep: SweepDirectory) -> None:
+    assert "--target" in CliRunner().invoke(app, ["forecast", str(sweep.path)], catch_exceptions=False).stdout
+
+
 def test_a_forecast_that_was_sealed_after_its_run_does_not_count(sweep: SweepDirectory) -> None:
     run = RunDirectory(Path(larger_run(sweep, 1.7)))
     (late_forecast,) = forecast_output(sweep, "--target", f"N={size_of(run.config())},D={run.config().D}", "--seal")[

@@ -363,6 +363,8 @@ def test_a_long_plan_is_folded_and_a_short_one_is_not(capsys: pytest.CaptureFixt
     short_plan = plan_runs(runs(), ClusterConfig(), 1e12, 2)
     output = printed_plan(capsys, short_plan, ClusterConfig())
     assert all(run.run_id in output for run in short_plan.runs)
+    smallest = min(short_plan.runs, key=lambda run: run.D / run.N_total)
+    assert f" {smallest.D / smallest.N_total:.2g} " in output, "not 0"
     many = [dataclasses.replace(run, seed=seed) for run in runs() for seed in range(8)]
     long_plan = plan_runs(many, ClusterConfig(), 1e12, 2)
     output = printed_plan(capsys, long_plan, ClusterConfig())
