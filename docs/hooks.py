@@ -25,12 +25,10 @@ OF_OPTIONS = ("kind", "corpus", "tasks", "path")  # settings that make an option
 WIDE = 24  # characters of a default above which it stands behind the meaning
 
 
-def on_config(config: Any) -> Any:
-    """Make this checkout importable as `isoflop`, whatever the name of its folder."""
+def on_startup(**unused: Any) -> None:
+    """Make this checkout importable as `isoflop`, whatever the name of its folder, before plugins are set up."""
     (Path(LINKS.name) / "isoflop").symlink_to(CONF.parent)
     sys.path.insert(0, LINKS.name)
-    config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [LINKS.name]
-    return config
 
 
 def on_page_markdown(markdown: str, **unused: Any) -> str:
