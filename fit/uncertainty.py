@@ -16,6 +16,7 @@ from .errors import Array, InputError, floats
 
 REDRAWS = 50  # attempts to draw identifiable resamples; chosen by hand
 MOST_RESAMPLES = 100_000  # ends of a 95 % interval are then known to a hundredth of its width, and memory holds them
+END_ERROR = 0.68  # standard error of an end of a 95 % interval over its width, times sqrt(n), for n normal draws
 RUNS_PER_CONSTANT = 20  # from here on pairs cover at the nominal rate, and are preferred
 KERNEL = 0.75  # factor of the bandwidth, see `kernel_width`
 ALONE = 1e-6  # a group with a leverage above 1 - ALONE alone determines a constant

@@ -20,6 +20,7 @@ from ..flops import in_words
 from ..formatting import INTERVALS, UNDETERMINED, amount, count, fixed, interval, percent, scientific, times
 from ..plots import ANALYSIS, APPROACH_STYLE, FIGURES, save_figures
 from ..results import Analysis
+from ..uncertainty import END_ERROR
 from . import figures
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def write_report(
     origin = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "table": analysis.table.source,
-        "bootstrap": f"{analysis.resamples} resamples, seed {analysis.seed}",
+        "bootstrap": f"{analysis.resamples} resamples, seed {analysis.seed}{_seed_error(analysis)}",
         **{str(name): str(value) for name, value in (provenance or {}).items()},
     }
     content = analysis.to_dict() | {"provenance": origin}
@@ -151,6 +152,13 @@ def render_template(name: str, **context: Any) -> str:
     )
     environment.globals |= {say.__name__: say for say in (amount, count, fixed, interval, percent, scientific, times)}
     return environment.get_template(name).render(context)
+
+
+def _seed_error(a: Analysis) -> str:
+    """Return how far the ends of intervals depend on the seed; empty without intervals."""
+    if not (draws := a.lead.mixture.draws if a.lead.mixture else a.resamples):
+        return ""
+    return f"; another seed moves the ends of intervals by about {percent(END_ERROR / np.sqrt(draws))} of the width"
 
 
 def _answer(a: Analysis) -> tuple[str, Estimate | None]:
