@@ -18,7 +18,7 @@ import torch
 
 from ..train.checkpoint.heldout import score_windows
 from ..train.config import canonical_json, run_id, to_dict
-from ..train.errors import UserError
+from ..train.errors import UserError, counted
 from ..train.flops import count_parameters, training_flops_per_token
 from ..train.hardware import pick_device
 from ..train.job.control import run_on_ranks
@@ -103,12 +103,17 @@ class Evaluator:
                 self._score(record, loaded, device, missing, say)
             if decode and record.scores.get("decode") is None:
                 record.scores["decode"] = run_on_ranks(self.ranks, lambda: decode_speed(loaded.model), only_first=True)
+            record.scores["tasks"] = {name: record.tasks[name] for name in (*self.suite, *record.tasks)}
             record.finish(lambda: _held_out(loaded), _suites())
         return record.scores
 
     def _score(self, record: Record, loaded: Any, device: str, missing: list[SuiteTask], say: Report) -> None:
         contaminated, record.scores["contamination_withheld"] = self._contamination(loaded, say)
         tokens = self.tokens.setdefault(loaded.tokenizer.fingerprint, TokenCache())
+        missing = sorted(missing, key=lambda task: task.cost)
+        items, of = (sum(task.subset[count] for task in missing) for count in ("items", "of"))
+        requests = counted(sum(len(task.task.instances) for task in missing), "request")
+        say(f"{counted(len(missing), 'task')}, the cheapest first: {items:,} of {counted(of, 'item')}, {requests}")
         with record.answers() as answers:
             lm = CheckpointLM(
                 loaded.model,

@@ -1,7 +1,7 @@
 """Run lm-eval's own command with `--model isoflop`, which is one of our checkpoints.
 
-lm-eval 0.4.13 searches only its own modules for models, so ours is registered before its parser runs. Tasks, shots,
-limits and output are lm-eval's; the answers are those of `isoflop evaluate`.
+lm-eval 0.4.13 searches only its own modules for models, so ours is registered before its parser runs. Shots, limits
+and output are lm-eval's; answers, and the data of benchmarks that are staged, are those of `isoflop evaluate`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..train.errors import UserError
 from ..train.hardware import pick_device
 from .checkpoint import PRECISIONS, check_settings, load_scored
 from .harness import CheckpointLM
+from .tasks.tasks import staged_by_name
 
 NAME = "isoflop"
 
@@ -53,6 +54,8 @@ def run_lm_eval(arguments: list[str]) -> None:
     sys.argv = ["isoflop lm_eval", *arguments]  # lm-eval reads and changes it
     try:
         parser = _cli.HarnessCLI()
-        parser.execute(parser.parse_args())
+        options = parser.parse_args()
+        with staged_by_name(lambda line: print(line, file=sys.stderr)):
+            parser.execute(options)
     finally:
         sys.argv = before

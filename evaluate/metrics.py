@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ..train.errors import counted
+
 
 @dataclass(frozen=True)
 class ItemResult:
@@ -154,6 +156,15 @@ def _numbers(items: Sequence[ItemResult], names: Sequence[str]) -> dict[str, Any
     bits = [-sum(item.log_probabilities) / math.log(2) for item in texts]
     scores["bpb"], scores["bpb_se"] = ratio_and_error(bits, [float(item.bytes or 0) for item in texts])
     return scores
+
+
+def task_label(name: str, scores: Mapping[str, Any]) -> str:
+    """Return a task's name, or "piqa (<5 examples)" for piqa@5 if the context cut prompts (≤: only some of them)."""
+    shots, cut = scores.get("shots"), scores.get("truncated_items")
+    if not shots or not cut:
+        return name
+    sign = "<" if cut == scores["items"] else "≤"
+    return f"{name.partition('@')[0]} ({sign}{counted(shots, 'example')})"
 
 
 def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:

@@ -26,7 +26,7 @@ class OutOfMemory(Exception):
 
 def counted(number: int, one: str, many: str | None = None) -> str:
     """Return a number with its noun, such as "1 run" or "2 runs"."""
-    return f"{number} {one if number == 1 else many or f'{one}s'}"
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 COLLECTIVE = (Stopped, Diverged)  # all ranks raise them at the same step, so no rank has to notify the others

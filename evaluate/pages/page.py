@@ -23,6 +23,7 @@ from typing import Any, TypeGuard
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from ...train.errors import counted
 from ...train.files import plain_value
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -154,11 +155,6 @@ def short_count(value: float | None) -> str:
 
 def grouped(value: Any) -> str:
     return f"{value:,}" if is_number(value) else str(value)
-
-
-def counted(count: int, noun: str) -> str:
-    """Format a count with its noun: 1 task, 1,234 tasks."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def compute(value: float | None) -> str:

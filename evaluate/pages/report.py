@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..metrics import mean_and_error
-from .page import compute, counted, grouped, is_number, number, render_page, scored, short_count, with_error
+from ...train.errors import counted
+from ..metrics import mean_and_error, task_label
+from .page import compute, grouped, is_number, number, render_page, scored, short_count, with_error
 
 Scores = Mapping[str, Any]
 Items = Sequence[Mapping[str, Any]]
@@ -276,7 +277,7 @@ def format_scores(scores: Scores) -> str:
     lines[0].insert(3, "chance")
     for name, task in tasks.items():
         cells = [scored(task, key) for key, _ in columns]
-        lines.append([name, str(task["items"]), cells[0], number(task["chance"]), *cells[1:]])
+        lines.append([task_label(name, task), str(task["items"]), cells[0], number(task["chance"]), *cells[1:]])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     shown = ["  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join(shown + _suites(scores) + _warnings(scores))

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .page import Axis, Panel, compute, counted, is_number, number, render_page, short_count, spell
+from ...train.errors import counted
+from .page import Axis, Panel, compute, is_number, number, render_page, short_count, spell
 from .paired import MEASURES, Answers, Choice, Paired, compare_tasks
 
 FEW = 60  # checkpoints in a panel that still have error bars each

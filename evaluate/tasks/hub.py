@@ -28,7 +28,7 @@ _MANNERS = {
     "cache_dir", "download_mode", "download_config", "keep_in_memory", "num_proc", "save_infos", "storage_options",
     "token", "trust_remote_code", "verification_mode",
 }  # fmt: skip
-_ADVICE = (
+ADVICE = (
     "its data come from the Hugging Face Hub: run `isoflop data benchmarks --tasks {name}` once on a machine with "
     "network and ISOFLOP_CACHE on a shared disk, or choose tasks of the suites small, core and domains, which do not "
     "need the Hub"
@@ -92,7 +92,7 @@ def load_named(
     """
     check_name(name, manager)
     result = {}
-    with staged_copies(progress), explained(f"task {name!r} cannot be loaded", _ADVICE.format(name=name)):
+    with staged_copies(progress), explained(f"task {name!r} cannot be loaded", ADVICE.format(name=name)):
         for leaf, task in _text_tasks(name, manager).items():
             config = task.config
             split = str(config.test_split if task.has_test_docs() else config.validation_split)
@@ -120,7 +120,7 @@ def stage_named(names: list[str], progress: Report) -> list[Path]:
     folders: list[Path] = []
     for name in names:
         progress(f"fetching the data of {name}")
-        advice = _ADVICE.format(name=name)
+        advice = ADVICE.format(name=name)
         with explained(f"task {name!r} cannot be loaded", advice), staged_copies(progress, keep=folders):
             _text_tasks(name, manager)
     return list(dict.fromkeys(folders))

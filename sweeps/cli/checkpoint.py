@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...evaluate.tasks.suite import DEFAULT_LIMIT
 from ...train.errors import UserError
 from ...train.files import read_json, write_atomic
 from .options import AsJson, Average, Checkpoint, Device, Overwrite, show
@@ -35,7 +36,7 @@ def score(
         str,
         typer.Option(help="Suites (small, core, domains), tasks (piqa, piqa@5), files, folders, separated by commas."),
     ] = "small",
-    limit: Annotated[int | None, typer.Option(help="Items per task, a fixed subset; default: all.")] = None,
+    limit: Annotated[str, typer.Option(help="Items per task, a fixed subset; all: every item.")] = str(DEFAULT_LIMIT),
     output: Annotated[
         Path | None,
         typer.Option(
@@ -67,7 +68,6 @@ def score(
     Run the same command again to continue an interrupted evaluation.
     """
     from ...evaluate.inference.ranks import on_ranks
-    from ...evaluate.pages.report import format_scores
     from ...train.checkpoint.checkpoint import find
     from ...train.hardware import pick_device
 
@@ -82,13 +82,28 @@ def score(
     if against is not None and other is None:
         targets.append((path := find(against), path))
 
-    suite = {"tasks": tasks, "limit": limit, "allow_code": allow_code}
+    suite = {"tasks": tasks, "limit": _items_per_task(limit), "allow_code": allow_code}
     score_on = partial(_score, targets=targets, suite=suite, settings=settings, quietly=as_json)
     results = on_ranks(ranks, score_on, device=pick_device(device, "--device").type)
     if results is None:  # this is not the first rank
         return
     if against is not None and other is None:
         other = results.pop()
+    _report(results, other, as_json)
+
+
+def _items_per_task(limit: str) -> int | None:
+    if limit == "all":
+        return None
+    if not limit.isdecimal():
+        raise UserError(f"--limit is {limit!r}; it must be all, or a number of items per task, 1 or more")
+    return int(limit)
+
+
+def _report(results: list[Scored], other: Scored | None, as_json: bool) -> None:
+    """Write the page of each checkpoint, and print its scores."""
+    from ...evaluate.pages.report import format_scores
+
     for scored in results:
         _write_page(scored, other)
     if as_json:
@@ -124,7 +139,10 @@ def _score(
         if ranks.rank == 0 and not quietly:
             print(line, flush=True)
 
-    evaluator = Evaluator(load_suite(**suite, progress=say), ranks=ranks, **settings)
+    loaded = load_suite(**suite, progress=say)
+    if any(task.subset["items"] < task.subset["of"] for task in loaded.values()):
+        say(f"at most {suite['limit']} items of each task are scored; --limit all scores every item")
+    evaluator = Evaluator(loaded, ranks=ranks, **settings)
     results = []
     for number, (path, folder) in enumerate(targets, 1):
         if len(targets) > 1:

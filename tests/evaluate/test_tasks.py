@@ -20,7 +20,7 @@ import yaml
 from isoflop.evaluate.harness import CheckpointLM
 from isoflop.evaluate.metrics import error_of_alike
 from isoflop.evaluate.tasks.staging import benchmarks_directory, is_staged, stage_benchmarks
-from isoflop.evaluate.tasks.tasks import load_suite
+from isoflop.evaluate.tasks.tasks import load_suite, staged_by_name
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from lm_eval.tasks import TaskManager
@@ -82,6 +82,22 @@ def test_accuracy_and_its_error_are_lm_evals_own(cache: Path) -> None:
             error = theirs[name][f"{metric}_stderr,none"] or error_of_alike(scores["items"])
             assert scores[f"{metric}_se"] == pytest.approx(error, rel=1e-10)
     assert ours["lambada_openai"]["perplexity"] == theirs["lambada_openai"]["perplexity,none"]
+
+
+def test_lm_evals_own_command_finds_the_staged_benchmarks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(path: str, **_: Any) -> None:
+        raise ConnectionError(f"Couldn't reach {path}")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    lines: list[str] = []
+    with staged_by_name(lines.append):
+        manager = TaskManager(include_defaults=False)
+        theirs = manager.load(["piqa", "sciq"])["tasks"]
+        with pytest.raises(UserError, match="isoflop data benchmarks --tasks other"):
+            manager.load([{"task": "other", "dataset_path": "someone/data"}])
+    for name, entry in load_suite("piqa,sciq", None).items():
+        assert list(theirs[name].eval_docs) == entry.task.frozen_docs
+    assert "lm-eval scores test" in lines[1]
 
 
 def test_a_suite_serves_checkpoint_after_checkpoint_in_silence(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:

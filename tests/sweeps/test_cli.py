@@ -217,6 +217,26 @@ def test_evaluate_writes_scores_items_and_a_page(
     assert "Compared" in (tmp_path / "both" / sorted(names)[0] / "report.html").read_text()
 
 
+def test_evaluate_takes_a_hundred_items_of_a_task_unless_all_are_asked_for(
+    isoflop: Isoflop, smoke: tuple[Path, str], tmp_path: Path
+) -> None:
+    checkpoint = next(smoke[0].glob("runs/*/checkpoints/step_*"))
+    for name, text in {"short": "a", "wordy": "a " * 400}.items():
+        rows = [{"question": f"{text} {number}", "choices": [" b", " c"], "answer": 0} for number in range(103)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = f"{tmp_path / 'wordy.jsonl'}@5,{tmp_path / 'short.jsonl'}"
+    options = ["--tasks", tasks, "--device", "cpu", "--ngram", "0", "--output", str(tmp_path / "out")]
+    code, out, _ = isoflop("evaluate", str(checkpoint), *options)
+    assert code == 0
+    assert "--limit all" in out
+    assert "200 of 206 items, 400 requests" in out, "before the first task"
+    lines = [line.split()[0] for line in out.splitlines() if line.startswith(("short", "wordy"))]
+    assert lines == ["short:", "wordy@5:", "wordy", "short"], "the cheapest task first, and a table in the order asked"
+    assert "wordy (<5 examples)" in out, "no prompt has room for them"
+    code, out, _ = isoflop("evaluate", str(checkpoint), *options, "--limit", "all", "--json")
+    assert [task["items"] for task in json.loads(out)["tasks"].values()] == [103, 103]
+
+
 LM_EVAL_TASK = """
 task: colours
 dataset_path: json
@@ -280,6 +300,7 @@ def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
         (["--precision", "fp8"], "precision is 'fp8'"),
         (["--batch-tokens", "0"], "batch_tokens is 0"),
         (["--limit", "0"], "limit is 0"),
+        (["--limit", "many"], "--limit is 'many'"),
         (["--ranks", "0"], "ranks is 0"),
         (["--against", "pyproject.toml"], "is not a scores file"),
     ],
