@@ -227,6 +227,7 @@ def _header(loaded: Any, device: str, precision: str) -> dict[str, Any]:
         "checkpoint": str(loaded.path),
         "checkpoint_sha256": loaded.checksum,
         "run_id": run_id(config),
+        "name": config.name,
         "step": loaded.step,
         **({} if loaded.average is None else {"average": loaded.average}),
         "N_total": counts.N_total,

@@ -54,8 +54,7 @@ def run_lm_eval(arguments: list[str]) -> None:
     sys.argv = ["isoflop lm_eval", *arguments]  # lm-eval reads and changes it
     try:
         parser = _cli.HarnessCLI()
-        options = parser.parse_args()
         with staged_by_name(lambda line: print(line, file=sys.stderr)):
-            parser.execute(options)
+            parser.execute(parser.parse_args())
     finally:
         sys.argv = before

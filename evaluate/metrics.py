@@ -12,11 +12,14 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from ..train.errors import counted
+
+LUCK = 0.05  # chance that a difference is called clear where there is none
 
 
 @dataclass(frozen=True)
@@ -163,8 +166,7 @@ def task_label(name: str, scores: Mapping[str, Any]) -> str:
     shots, cut = scores.get("shots"), scores.get("truncated_items")
     if not shots or not cut:
         return name
-    sign = "<" if cut == scores["items"] else "≤"
-    return f"{name.partition('@')[0]} ({sign}{counted(shots, 'example')})"
+    return f"{name.partition('@')[0]} ({'<' if cut == scores['items'] else '≤'}{counted(shots, 'example')})"
 
 
 def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
@@ -174,6 +176,16 @@ def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
         return None
     error = scores.get("acc_se")
     return (acc - chance) / (1 - chance), None if error is None else error / (1 - chance)
+
+
+def above_chance(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
+    """Return, for each task with an accuracy, whether it is better than guessing by more than luck explains.
+
+    One-sided normal test with Bonferroni's bound: guessing passes on some task in at most one of 20 evaluations.
+    """
+    scores = {name: score for name, task in tasks.items() if (score := centered(task)) is not None}
+    bound = NormalDist().inv_cdf(1 - LUCK / max(len(scores), 1))
+    return {name: value > bound * (error or math.inf) for name, (value, error) in scores.items()}
 
 
 def suite_scores(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

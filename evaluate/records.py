@@ -35,6 +35,8 @@ from .tasks.suite import Suite, SuiteTask
 LONGEST = 4000  # characters of a text that are kept
 CUT = " … "
 Arguments = set[tuple[Any, ...]]
+Items = list[dict[str, Any]]
+WEIGHTS = ("checkpoint_sha256", "average")  # which weights were scored
 Report = Callable[[str], None]
 # What a score depends on, in addition to checkpoint and task. Each task records them: one file may hold several.
 SETTINGS = ("lm_eval_version", "scoring", "precision")
@@ -177,6 +179,15 @@ def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> li
         say(f"{path} is not a file of items ({error}); {outcome}, and its samples are not shown")
         return []
     return [item for item in items if isinstance(item, dict) and "task" in item and "index" in item]
+
+
+def with_earlier(scores: dict[str, Any], items: Items, file: Path) -> tuple[dict[str, Any], Items]:
+    """Add to scores and items the other tasks that another file of scores has of the same checkpoint."""
+    old = read_json(file)
+    if old is None or not _is_whole(old) or any(old.get(key) != scores.get(key) for key in WEIGHTS):
+        return scores, items
+    others = [item for item in read_items(items_path(file)) if item["task"] not in scores["tasks"]]
+    return scores | {name: old.get(name, {}) | scores[name] for name in ("tasks", "suites")}, items + others
 
 
 def move_aside(path: Path) -> Path:
@@ -364,7 +375,8 @@ class Record:
         def write() -> None:
             with _written("scores", self.output):
                 if self._keeps:  # first, because a task with scores is not scored again
-                    write_atomic(items_path(self.output), self._members.values(), flush)
+                    members = [self._members[name] for name in self.tasks if name in self._members]
+                    write_atomic(items_path(self.output), members, flush)
                 write_json(self.output, self.scores, flush)
 
         run_on_ranks(self._ranks, write, only_first=True)

@@ -120,4 +120,4 @@ def answers_to(rows: list[dict[str, Any]], spread: float = 0.1, items: int = 60)
 
 
 def signal_of(z: float, threshold: float = 4.0) -> Paired:
-    return Paired(60, z, threshold, 0.5, 190, (0.75, 0.04), 30)
+    return Paired(z, threshold, (0.75, 0.04))

@@ -25,6 +25,7 @@ from markupsafe import Markup
 
 from ...train.errors import counted
 from ...train.files import plain_value
+from ..metrics import above_chance, task_label
 
 TEMPLATES = Path(__file__).parent / "templates"
 _NONE = "'none'"
@@ -76,7 +77,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else spell(value),
     )
-    named = (number, with_error, scored, short_count, grouped, counted, compute, soften, breakable, bar_end)
+    named = (number, with_error, scored, short_count, grouped, counted, compute, soften, breakable, bar_end, task_label)
     environment.filters |= {function.__name__: function for function in named}
     environment.tests["number"] = is_number
     return environment
@@ -93,7 +94,7 @@ def soften(shown: str) -> Markup:
 
 def breakable(name: str) -> Markup:
     shown = Markup("{}").format(spell(name))
-    return shown.replace("_", Markup("_<wbr>")) if len(name) > 16 else shown
+    return shown.replace("_", Markup("_<wbr>")) if len(name) > 11 else shown
 
 
 def _data_block(value: Any) -> Markup:
@@ -155,6 +156,16 @@ def short_count(value: float | None) -> str:
 
 def grouped(value: Any) -> str:
     return f"{value:,}" if is_number(value) else str(value)
+
+
+def guessing(tasks: Mapping[str, Any], whose: str) -> list[str]:
+    """Return a sentence on which tasks' accuracy is better than guessing; [] if no task has an accuracy."""
+    above = above_chance(tasks)
+    better, count = [name for name, is_better in above.items() if is_better], counted(len(above), "task")
+    if not better:
+        return [f"{whose} says nothing yet: it is better than guessing on none of {count}."] if above else []
+    rest = " Elsewhere it says nothing yet." if len(better) < len(above) else ""
+    return [f"{whose} is better than guessing on {len(better)} of {count}: {', '.join(better)}.{rest}"]
 
 
 def compute(value: float | None) -> str:

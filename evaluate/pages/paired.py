@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ..metrics import LUCK
+
 DRAWS = 1000
-LUCK = 0.05  # chance that some two of runs that are alike lie beyond the threshold
 SMALLEST = 1.96  # threshold: that of two runs by the normal distribution
 FEWEST = 10  # items
 MOST = 20_000  # pairs of runs that are compared
@@ -28,18 +29,13 @@ Choice = tuple[int, int, int, int]  # one and another of the small runs, the sam
 class Paired:
     """A comparison of runs on the items of one task.
 
-    `z`: difference of the two runs that lie furthest apart, in standard errors; `apart`: share of the `pairs` whose
-    difference exceeds `threshold`; `held`: share of the `choices` that come out the same in small runs and in large
-    ones, with its standard error over items.
+    `z`: difference of the two runs that lie furthest apart, in standard errors; `held`: share of the `choices` that
+    come out the same in small runs and in large ones, with its standard error over items.
     """
 
-    items: int
     z: float
     threshold: float
-    apart: float
-    pairs: int
     held: tuple[float, float] | None
-    choices: int
 
     @property
     def clear(self) -> bool:
@@ -78,8 +74,8 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
     rng, order = np.random.default_rng(0), {run: place for place, run in enumerate(answers)}
     scores = np.array([[of_run[item] for item in shared] for of_run in answers.values()])
     means, (i, j) = scores.mean(axis=1), np.triu_indices(len(scores), 1)
-    if (pairs := len(i)) > MOST:
-        chosen = rng.choice(pairs, pairs := MOST, replace=False)
+    if len(i) > MOST:
+        chosen = rng.choice(len(i), MOST, replace=False)
         i, j = i[chosen], j[chosen]
     centred = scores - scores.mean(axis=0)  # without what all find hard
     products = centred @ centred.T / n
@@ -101,13 +97,9 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
         a, b, c, d = np.array(known_choices).T
 
         def agreeing(score: np.ndarray) -> np.ndarray:
-            """Return, per row of scores (rows, runs), the share of choices that small and large runs rank alike.
-
-            Ties count half.
-            """
+            """Return, per row of scores (rows, runs), the share of choices that are ranked alike; ties count half."""
             return (np.sign(score[:, a] - score[:, b]) * np.sign(score[:, c] - score[:, d]) / 2 + 0.5).mean(axis=1)
 
         resampled = rng.multinomial(n, np.full(n, 1 / n), DRAWS) @ scores.T / n
         held = float(agreeing(means[None])[0]), float(agreeing(resampled).std())
-    share_apart = float((z > threshold).sum()) / pairs
-    return Paired(n, float(z.max(initial=0.0)), threshold, share_apart, pairs, held, len(known_choices))
+    return Paired(float(z.max(initial=0.0)), threshold, held)

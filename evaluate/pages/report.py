@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...train.errors import counted
-from ..metrics import mean_and_error, task_label
-from .page import compute, grouped, is_number, number, render_page, scored, short_count, with_error
+from ..metrics import above_chance, mean_and_error, task_label
+from .page import compute, grouped, guessing, is_number, number, render_page, scored, short_count, with_error
 
 Scores = Mapping[str, Any]
 Items = Sequence[Mapping[str, Any]]
 Other = tuple[Scores, Items]
-MANY = 5  # cut tasks that still get a line each
+MANY = 5  # tasks that a warning lists
 # Numbers of a task with a fixed column on the page; any other number with a standard error is a further metric.
 PLACED = ("acc", "acc_norm", "gold_bpb", "p_right", "margin", "bpb")
 # Measures of two checkpoints: (key, name, whether more is better).
@@ -64,6 +64,8 @@ def checkpoint_page(scores: Scores, items: Items = (), against: Other | None = N
         "sections": [section for section, is_there in sections.items() if is_there],
         "sampled": task_order(scores, items),
         "further_metrics": _further_metrics,
+        "lead": guessing(tasks, "Accuracy"),
+        "above": above_chance(tasks),
         "facts": _facts(scores),
         "warnings": _warnings(scores),
         "footer": _footer(scores),
@@ -131,12 +133,8 @@ def _warnings(scores: Scores) -> list[str]:
     lines = [f"{name} has no score: {task['withheld']}." for name, task in tasks.items() if task["withheld"]]
     cut = {name: task for name, task in tasks.items() if task["truncated_items"] and not task["withheld"]}
     context = f"on the left to the model's context of {scores['sequence_length']} tokens"
-    if len(cut) > MANY:
-        lines.append(f"Prompts of {len(cut)} tasks were cut {context}: {_listed(cut, 'truncated_items')}.")
-    else:
-        for name, task in cut.items():
-            many = f"{task['truncated_items']:,} of {task['items']:,}"
-            lines.append(f"{name}: the prompts of {many} items were cut {context}.")
+    if cut:
+        lines.append(f"Prompts were cut {context}: {_listed(cut, 'truncated_items')}.")
     if contaminated := {name: task for name, task in tasks.items() if task.get("contaminated_items")}:
         lines.append(f"Items that share text with the training data: {_listed(contaminated, 'contaminated_items')}.")
     settings = {"precision": "precision", "lm_eval_version": "lm-eval", "scoring": "scoring"}
@@ -153,7 +151,8 @@ def _warnings(scores: Scores) -> list[str]:
 
 
 def _listed(tasks: Mapping[str, Scores], key: str) -> str:
-    return ", ".join(f"{name} {task[key]:,} of {task['items']:,}" for name, task in tasks.items())
+    listed = [f"{name} {task[key]:,} of {task['items']:,}" for name, task in tasks.items()]
+    return ", ".join(listed[:MANY]) + (f", and {counted(len(listed) - MANY, 'other task')}" if listed[MANY:] else "")
 
 
 # --- against another checkpoint --------------------------------------------------------------------------------------
@@ -280,4 +279,4 @@ def format_scores(scores: Scores) -> str:
         lines.append([task_label(name, task), str(task["items"]), cells[0], number(task["chance"]), *cells[1:]])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     shown = ["  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join(shown + _suites(scores) + _warnings(scores))
+    return "\n".join([*shown, *guessing(tasks, "Accuracy"), *_suites(scores), *_warnings(scores)])

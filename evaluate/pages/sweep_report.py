@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...train.errors import counted
-from .page import Axis, Panel, compute, is_number, number, render_page, short_count, spell
+from ..metrics import above_chance
+from .page import Axis, Panel, compute, guessing, is_number, number, render_page, short_count, spell
 from .paired import MEASURES, Answers, Choice, Paired, compare_tasks
 
 FEW = 60  # checkpoints in a panel that still have error bars each
 SAME_BUDGET = 1.25  # runs whose FLOPs differ by less from the smallest of their budget belong to it
 SHADES = 6  # colours of N, and of recipes
 BITS, SCORE = MEASURES["gold_bpb"], MEASURES["acc"]  # bits per byte of the right answer, or of text
-NAMES = {"gold_bpb": "BPB", "acc": "accuracy"}
+NAMES = {"gold_bpb": "bits per byte", "acc": "accuracy"}
 Row = Mapping[str, Any]
 Signal = Mapping[str, Paired | None]  # by measure
 Value = tuple[float, float | None]  # and its standard error
@@ -41,9 +42,15 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
     finals = {place: answers.get(sweep.rows[place]["run_id"], {}) for group in sweep.budgets for place in group}
     compared = {measure: compare_tasks(finals, measure, choices(sweep)) for measure in NAMES}
     signals = {task: {measure: compared[measure].get(task) for measure in NAMES} for task in scored}
-    names = sorted(scored, key=lambda task: (-strength(signals[task]), task))
+
+    def strength(task: str) -> float:
+        return max((one.z / one.threshold for one in signals[task].values() if one), default=0.0)
+
+    names = sorted(scored, key=lambda task: (-strength(task), task))
     if not names:
         return render_page("sweep.html", title, {"tasks": []}, "sweep.css")
+    lowest = sweep.lowest([place for group in sweep.budgets for place in group])
+    scores = {} if lowest is None else sweep.rows[lowest]["tasks"]
     tasks = [
         Task(name, signals[name], task_verdict(signals[name]), trend(sweep, name), _panels(sweep, name))
         for name in names
@@ -51,7 +58,7 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
     best = sweep.best_of_each()
     best_of_budget = {place for line in sweep.lines.values() for place in line}
     sections = [
-        ("tasks", "Which tasks are informative"),
+        ("tasks", "What each task tells"),
         ("recipes", "By recipe"),
         ("panels", "Tasks by compute"),
         ("runs", "Runs"),
@@ -62,7 +69,10 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
         "key": _key(sweep),
         "recipe_of": recipe_of,
         "sections": [section for section in sections if section[0] != "recipes" or sweep.recipes],
-        "facts": _facts(sweep, tasks),
+        "scores": scores,
+        "above": above_chance(scores),
+        "lead": [*guessing(scores, "The best run’s accuracy"), *_differing(tasks)],
+        "facts": _facts(sweep),
         "warnings": _warnings(sweep, len(rows), answers),
         "best": best,
         "best_flops": max((sweep.rows[place]["flops"] for place in best.values()), default=None),
@@ -130,13 +140,13 @@ class Sweep:
 
     def best(self, recipe: str | None = None) -> list[int]:
         """Return the row indices of each budget's finished run with the lowest held-out loss, of `recipe` if given."""
-        return [place for group in self.budgets if (place := self._lowest(group, recipe)) is not None]
+        return [place for group in self.budgets if (place := self.lowest(group, recipe)) is not None]
 
     @cached_property
     def lines(self) -> dict[str, list[int]]:
         return {self.recipe_colour(recipe): self.best(recipe) for recipe in self.recipes} or {"": self.best()}
 
-    def _lowest(self, group: Sequence[int], recipe: str | None) -> int | None:
+    def lowest(self, group: Sequence[int], recipe: str | None = None) -> int | None:
         candidates = [
             place
             for place in group
@@ -147,7 +157,7 @@ class Sweep:
     def best_of_each(self) -> dict[str, int]:
         """Return recipe -> row index of its best run at the largest budget that has all recipes; empty if none has."""
         for group in reversed(self.budgets):
-            best = {recipe: self._lowest(group, recipe) for recipe in self.recipes}
+            best = {recipe: self.lowest(group, recipe) for recipe in self.recipes}
             if all(place is not None for place in best.values()):
                 return {recipe: place for recipe, place in best.items() if place is not None}
         return {}
@@ -174,37 +184,9 @@ def _budgets(rows: Sequence[Row]) -> list[list[int]]:
     return [groups[budget] for budget in sorted(groups)]
 
 
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return Spearman's correlation of x and y; None below three points, or if either is constant."""
-    from scipy.stats import spearmanr
-
-    return None if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0 else float(spearmanr(x, y).statistic)
-
-
-@dataclass(frozen=True)
-class Trend:
-    """Bits per byte of the best run of each budget, and the rank correlation with FLOPs over all runs."""
-
-    values: tuple[float, ...]
-    rank: float | None
-
-    @property
-    def steps(self) -> list[bool]:
-        """Return, for each budget but the last, whether bits per byte are lower at the next one."""
-        return [later < before for before, later in zip(self.values, self.values[1:], strict=False)]
-
-    @property
-    def falls(self) -> bool:
-        return len(self.values) > 1 and all(self.steps)
-
-
-def trend(sweep: Sweep, task: str) -> Trend | None:
-    def points(places: Sequence[int]) -> tuple[list[float], list[float]]:
-        values = {place: scored[0] for place in places if (scored := sweep.value(place, task, BITS))}
-        return [sweep.rows[place]["flops"] for place in values], list(values.values())
-
-    (_, best), every = points(sweep.best()), points([place for group in sweep.budgets for place in group])
-    return Trend(tuple(best), rank_correlation(*every)) if every[1] else None
+def trend(sweep: Sweep, task: str) -> list[float]:
+    """Return the bits per byte of the best run of each budget, by rising FLOPs."""
+    return [scored[0] for place in sweep.best() if (scored := sweep.value(place, task, BITS))]
 
 
 def choices(sweep: Sweep) -> list[Choice]:
@@ -219,7 +201,7 @@ def choices(sweep: Sweep) -> list[Choice]:
         for run in group:
             row = sweep.rows[run]
             kinds.setdefault(recipe_of(row) if sweep.recipes else places[row.get("N") or 0], []).append(run)
-        made.append({kind: best for kind, runs in kinds.items() if (best := sweep._lowest(runs, None)) is not None})
+        made.append({kind: best for kind, runs in kinds.items() if (best := sweep.lowest(runs)) is not None})
     *smaller, largest = made or [{}]
     if not sweep.recipes:
         smaller = [small for small in smaller if len(small) == len(largest)]
@@ -230,20 +212,10 @@ def choices(sweep: Sweep) -> list[Choice]:
     ]
 
 
-def strength(signal: Signal) -> float:
-    """Return z / threshold of the better of a task's two measures; 0 if neither was compared."""
-    return max((one.z / one.threshold for one in signal.values() if one), default=0.0)
-
-
 def task_verdict(signal: Signal) -> str:
-    clear_by_name = {name: one.clear for measure, name in NAMES.items() if (one := signal.get(measure))}
-    clear = [name for name, is_clear in clear_by_name.items() if is_clear]
-    if not clear_by_name:
-        return "unknown"
-    if not clear:
-        return "noise: no clear differences"
-    noise = "".join(f", {name} is noise" for name, is_clear in clear_by_name.items() if not is_clear)
-    return f"{' and '.join(clear)} {'separate' if len(clear) > 1 else 'separates'} the runs{noise}"
+    compared = {name: one.clear for measure, name in NAMES.items() if (one := signal.get(measure))}
+    clear = [name for name, is_clear in compared.items() if is_clear]
+    return " and ".join(clear) or ("nothing" if compared else "unknown")
 
 
 # --- what the page shows ---------------------------------------------------------------------------------------------
@@ -253,23 +225,27 @@ class Task(NamedTuple):
     name: str
     signal: Signal
     verdict: str
-    trend: Trend | None
+    trend: list[float]  # bits per byte of each budget's best run
     panels: list[Panel]
 
 
-def _facts(sweep: Sweep, tasks: Sequence[Task]) -> list[tuple[str, str, str]]:
+def _differing(tasks: Sequence[Task]) -> list[str]:
+    """Return sentences on which tasks tell runs apart."""
+    bits = [one.clear for task in tasks if (one := task.signal["gold_bpb"])]
+    silent = ", ".join(task.name for task in tasks if task.verdict == "nothing")
+    count = f"{sum(bits)} of {counted(len(bits), 'task')}"
+    lines = [f"Bits per byte of the right answer tell runs apart on {count}."] if bits else []
+    return [*lines, f"Nothing tells them apart on {silent}."] if silent else lines
+
+
+def _facts(sweep: Sweep) -> list[tuple[str, str, str]]:
     flops = [row["flops"] for row in sweep.rows]
     sizes = [row["N"] for row in sweep.rows if is_number(row.get("N"))]
     runs, budgets = counted(len({row["run_id"] for row in sweep.rows}), "run"), counted(len(sweep.budgets), "budget")
-    trends = [(task.trend, task.signal["gold_bpb"]) for task in tasks if task.trend]
-    falling = sum(trend.falls and (bits is None or bits.clear) for trend, bits in trends)
-    clear = sum(any(one.clear for one in task.signal.values() if one) for task in tasks)
     return [
         ("Checkpoints", f"{len(sweep.rows):,}", f"of {runs}"),
         ("Training FLOPs", compute(max(flops)), f"from {compute(min(flops))}, in {budgets}"),
         ("Parameters (N)", short_count(max(sizes, default=None)), f"from {short_count(min(sizes))}" if sizes else ""),
-        ("Tasks that separate runs", f"{clear} of {len(tasks)}", "beyond their noise"),
-        ("BPB falls with every budget", f"{falling} of {len(trends)}", "of the best run of each"),
     ]
 
 

@@ -96,7 +96,7 @@ def load_suite(
     entries = [parse_entry(written) for written in expand(tasks)]
     if limit is not None and limit < 1:
         raise UserError(
-            f"limit is {limit}; it must be 1 or more items per task (for all items: --limit all, or null in a sweep)"
+            f"limit is {limit}; it must be 1 or more items per task (for all items: --all, or null in a sweep)"
         )
     directory = _stage_wheel(entries, progress)
     loaded: Suite = {}
@@ -170,7 +170,7 @@ def _staged_config(name: str, custom_dataset: Callable[..., dict[str, Any]]) -> 
 
     split = BENCHMARKS[STAGED[name].data].entry["split"]
     config: dict[str, Any] = load_yaml(STAGED[name].definition)
-    config |= {"training_split": None, "validation_split": None, "custom_dataset": custom_dataset}
+    config |= {"task": name, "training_split": None, "validation_split": None, "custom_dataset": custom_dataset}
     # lm-eval excludes an item from its examples only if both are from the test split.
     return config | {"test_split": split, "fewshot_split": split}
 
@@ -178,15 +178,14 @@ def _staged_config(name: str, custom_dataset: Callable[..., dict[str, Any]]) -> 
 @contextlib.contextmanager
 def staged_by_name(progress: Report) -> Iterator[None]:
     """Make lm-eval load tasks by name from the staged benchmarks, where these are staged, inside the block."""
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks.manager import TaskManager
 
     directory, original = benchmarks_directory(), TaskManager.load
 
     def staged(task: Any) -> Any:
         if task not in STAGED or not staging.is_staged(directory, STAGED[task].files):
             return task
-        data = STAGED[task].data
-        entry = BENCHMARKS[data].entry
+        data, entry = STAGED[task].data, BENCHMARKS[STAGED[task].data].entry
         note = entry.get("note", f"the split {entry['split']}")
         progress(f"{task}: staged data, {note}; examples, if any, are other items of it")
         return _staged_config(task, lambda **_: {entry["split"]: _dataset(staged_lines(directory, data))})

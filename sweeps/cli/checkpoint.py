@@ -25,6 +25,13 @@ app = typer.Typer()
 Scored = tuple[Path, dict[str, Any]]  # where the scores of a checkpoint are, and the scores
 SCORES = "scores.json"
 BROKEN = "\N{REPLACEMENT CHARACTER}"
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for scores.json, items and report.html, with a subfolder for each of several checkpoints; "
+        "default: the checkpoint, and the page of its sweep."
+    ),
+]
 
 
 @app.command("evaluate")
@@ -36,14 +43,9 @@ def score(
         str,
         typer.Option(help="Suites (small, core, domains), tasks (piqa, piqa@5), files, folders, separated by commas."),
     ] = "small",
-    limit: Annotated[str, typer.Option(help="Items per task, a fixed subset; all: every item.")] = str(DEFAULT_LIMIT),
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for scores.json, items and report.html, with a subfolder for each of several checkpoints; "
-            "default: the checkpoint."
-        ),
-    ] = None,
+    limit: Annotated[int, typer.Option(help="Items per task, a fixed subset.")] = DEFAULT_LIMIT,
+    every_item: Annotated[bool, typer.Option("--all", help="Score all items of each task.")] = False,
+    output: Output = None,
     against: Annotated[
         Path | None, typer.Option(help="Another checkpoint, or its scores.json, to compare with item by item.")
     ] = None,
@@ -82,7 +84,7 @@ def score(
     if against is not None and other is None:
         targets.append((path := find(against), path))
 
-    suite = {"tasks": tasks, "limit": _items_per_task(limit), "allow_code": allow_code}
+    suite = {"tasks": tasks, "limit": None if every_item else limit, "allow_code": allow_code}
     score_on = partial(_score, targets=targets, suite=suite, settings=settings, quietly=as_json)
     results = on_ranks(ranks, score_on, device=pick_device(device, "--device").type)
     if results is None:  # this is not the first rank
@@ -92,28 +94,19 @@ def score(
     _report(results, other, as_json)
 
 
-def _items_per_task(limit: str) -> int | None:
-    if limit == "all":
-        return None
-    if not limit.isdecimal():
-        raise UserError(f"--limit is {limit!r}; it must be all, or a number of items per task, 1 or more")
-    return int(limit)
-
-
 def _report(results: list[Scored], other: Scored | None, as_json: bool) -> None:
     """Write the page of each checkpoint, and print its scores."""
     from ...evaluate.pages.report import format_scores
 
-    for scored in results:
-        _write_page(scored, other)
+    pages = [_write_page(scored, other) for scored in results]
     if as_json:
         print(json.dumps(results[0][1] if len(results) == 1 else [scores for _, scores in results], indent=1))
         return
-    for folder, scores in results:
+    for (_, scores), page in zip(results, pages, strict=True):
         if len(results) > 1:
             print(scores["checkpoint"])
         print(format_scores(scores))
-        print(f"report: {folder / 'report.html'}")
+        print(f"report: {page}")
 
 
 @app.command("lm_eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
@@ -139,10 +132,9 @@ def _score(
         if ranks.rank == 0 and not quietly:
             print(line, flush=True)
 
-    loaded = load_suite(**suite, progress=say)
-    if any(task.subset["items"] < task.subset["of"] for task in loaded.values()):
-        say(f"at most {suite['limit']} items of each task are scored; --limit all scores every item")
-    evaluator = Evaluator(loaded, ranks=ranks, **settings)
+    evaluator = Evaluator(load_suite(**suite, progress=say), ranks=ranks, **settings)
+    if any(task.subset["items"] < task.subset["of"] for task in evaluator.suite.values()):
+        say(f"at most {suite['limit']} items of each task are scored; --all scores every item")
     results = []
     for number, (path, folder) in enumerate(targets, 1):
         if len(targets) > 1:
@@ -175,17 +167,22 @@ def _read(against: Path) -> Scored | None:
     return file.parent, scores
 
 
-def _write_page(scored: Scored, other: Scored | None) -> None:
+def _write_page(scored: Scored, other: Scored | None) -> Path:
+    """Write report.html, or update the page of the checkpoint's sweep, if it has one; return its path."""
     from ...evaluate.pages.report import checkpoint_page
-    from ...evaluate.records import items_path, read_items
+    from ...evaluate.records import items_path, read_items, with_earlier
 
     def items_of(folder: Path) -> Any:
         return read_items(items_path(folder / SCORES), lambda line: print(line, file=sys.stderr))
 
     folder, scores = scored
     against = None if other is None else (other[1], items_of(other[0]))
-    page = checkpoint_page(scores, items_of(folder), against)
-    write_atomic(folder / "report.html", page)
+    items, page = items_of(folder), folder / "report.html"
+    of_sweep = folder.parent.parent / "eval" / f"{folder.name}.json"
+    if of_sweep.exists() and folder.parent.name == "checkpoints":
+        (scores, items), page = with_earlier(scores, items, of_sweep), of_sweep.with_suffix(".html")
+    write_atomic(page, checkpoint_page(scores, items, against))
+    return page
 
 
 @app.command("generate")

@@ -43,7 +43,7 @@ SOURCES = (
     UNTUNED,
     *(f"runs/*/{name}" for name in (*OF_A_RUN, "eval/step_*.json")),
 )
-MADE = ("*.csv", "tuning.yaml", COSTS, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
+MADE = ("*.csv", "tuning.yaml", COSTS, "fit/law.json", "fit/*.html", "fit/*.png")
 
 
 def write_results(sweep: SweepDirectory, targets: list[float] | None = None, force: bool = False) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
     """Write fit/evaluation.html and runs/<id>/eval/step_<n>.html if there are scores."""
     from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.pages.sweep_report import sweep_page
-    from ...evaluate.records import items_path, read_items
+    from ...evaluate.records import items_path, read_items, with_earlier
     from ...fit.formatting import plain_json
 
     scores = {run_id: evaluations(sweep.run(run_id)) for run_id in table["run_id"].unique()}
@@ -139,8 +139,10 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
         page = file.with_suffix(".html")
         is_new = page.exists() and page.stat().st_mtime_ns > file.stat().st_mtime_ns
         if (row["run_id"], row["step"]) in shown and not is_new:
+            checkpoint = checkpoint_folder(sweep.run(row["run_id"]), row["step"])
             result = scores[row["run_id"]][row["step"]] | {"name": row["name"]}
-            write_atomic(page, checkpoint_page(result, read_items(items_path(file))))
+            result, items = with_earlier(result, read_items(items_path(file)), checkpoint / "scores.json")
+            write_atomic(page, checkpoint_page(result, items))
         if page.exists():
             links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
     write_atomic(sweep.path / "fit" / "evaluation.html", sweep_page(rows, answers, sweep.path.name, links))

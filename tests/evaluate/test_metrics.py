@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from isoflop.evaluate.metrics import (
     ItemResult,
+    above_chance,
     centered,
     gold_bits_per_byte,
     mean_and_error,
@@ -16,6 +17,7 @@ from isoflop.evaluate.metrics import (
     suite_scores,
     task_scores,
 )
+from scipy.stats import binom
 
 
 def test_gold_bits_per_byte_is_the_answers_code_length_over_its_bytes() -> None:
@@ -171,3 +173,16 @@ def test_a_model_without_numbers_has_no_score_and_the_item_is_named(bad: float) 
     failed = task_scores([ItemResult(4, {"exact_match": 0.0}, failed=True)])
     assert failed["exact_match"] is None
     assert "item 4" in failed["withheld"]
+
+
+def test_guessing_is_called_better_than_chance_in_one_of_twenty_evaluations_at_most() -> None:
+    rng, trials, items = np.random.default_rng(0), 1000, 100
+    wrong = 0
+    for _ in range(trials):
+        tasks = {}
+        for task, chance in enumerate([0.2, 0.25, 0.25, 0.25, 1 / 3, 0.5, 0.5]):
+            acc, error = mean_and_error((rng.random(items) < chance).astype(float).tolist())
+            tasks[str(task)] = {"acc": acc, "acc_se": error, "chance": chance}
+        wrong += any(above_chance(tasks).values())
+    assert wrong <= binom.isf(1e-3, trials, 0.05)
+    assert above_chance({"a": {"acc": 0.4, "acc_se": 0.02, "chance": 0.25}, "b": {"acc": None}}) == {"a": True}

@@ -228,13 +228,32 @@ def test_evaluate_takes_a_hundred_items_of_a_task_unless_all_are_asked_for(
     options = ["--tasks", tasks, "--device", "cpu", "--ngram", "0", "--output", str(tmp_path / "out")]
     code, out, _ = isoflop("evaluate", str(checkpoint), *options)
     assert code == 0
-    assert "--limit all" in out
+    assert "--all" in out
     assert "200 of 206 items, 400 requests" in out, "before the first task"
-    lines = [line.split()[0] for line in out.splitlines() if line.startswith(("short", "wordy"))]
-    assert lines == ["short:", "wordy@5:", "wordy", "short"], "the cheapest task first, and a table in the order asked"
-    assert "wordy (<5 examples)" in out, "no prompt has room for them"
-    code, out, _ = isoflop("evaluate", str(checkpoint), *options, "--limit", "all", "--json")
+    assert out.index("short: ") < out.index("wordy@5: "), "the cheapest task first"
+    assert out.index("wordy (<5 examples)") < out.rindex("\nshort "), "no room for five; a table in the order asked"
+    code, out, _ = isoflop("evaluate", str(checkpoint), *options, "--all", "--json")
     assert [task["items"] for task in json.loads(out)["tasks"].values()] == [103, 103]
+
+
+def test_a_checkpoint_that_its_sweep_has_scored_has_one_page_with_the_tasks_of_both(
+    isoflop: Isoflop, smoke: tuple[Path, str], questions: Path, tmp_path: Path
+) -> None:
+    run = next(smoke[0].glob("runs/*/checkpoints")).parent
+    shutil.copytree(run, tmp_path / run.name)
+    (checkpoint,) = (tmp_path / run.name).glob("checkpoints/step_*")
+    options = ["--device", "cpu", "--ngram", "0"]
+    assert isoflop("evaluate", checkpoint, "--tasks", questions, *options, "--output", tmp_path / "sweep")[0] == 0
+    (checkpoint.parents[1] / "eval").mkdir()
+    for name in ("json", "items.jsonl.gz"):
+        (tmp_path / f"sweep/scores.{name}").rename(checkpoint.parents[1] / f"eval/{checkpoint.name}.{name}")
+    shutil.copy(questions, tmp_path / "shapes.jsonl")
+    code, out, _ = isoflop("evaluate", checkpoint, "--tasks", tmp_path / "shapes.jsonl", *options)
+    page = checkpoint.parents[1] / f"eval/{checkpoint.name}.html"
+    assert (code, f"report: {page}" in out) == (0, True)
+    assert not list(checkpoint.glob("*.html"))
+    assert list(json.loads((checkpoint / "scores.json").read_text())["tasks"]) == ["shapes"]
+    assert all(f">{task}</a>" in page.read_text() for task in ("colours", "shapes"))
 
 
 LM_EVAL_TASK = """
@@ -300,7 +319,6 @@ def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
         (["--precision", "fp8"], "precision is 'fp8'"),
         (["--batch-tokens", "0"], "batch_tokens is 0"),
         (["--limit", "0"], "limit is 0"),
-        (["--limit", "many"], "--limit is 'many'"),
         (["--ranks", "0"], "ranks is 0"),
         (["--against", "pyproject.toml"], "is not a scores file"),
     ],
