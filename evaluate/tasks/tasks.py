@@ -192,7 +192,7 @@ def staged_by_name(progress: Report) -> Iterator[None]:
 
     def load(manager: TaskManager, tasks: Any) -> Any:
         names = ",".join(str(task.get("task")) if isinstance(task, dict) else str(task) for task in tasks)
-        with explained(f"tasks {names} cannot be loaded", hub.ADVICE.format(name=names)):
+        with explained(f"task {names!r} cannot be loaded", hub.ADVICE.format(name=names)):
             return original(manager, [staged(task) if isinstance(task, str) else task for task in tasks])
 
     TaskManager.load = load
