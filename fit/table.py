@@ -398,7 +398,7 @@ def _remedy(name: str, exist: list[str]) -> str:
     roles = [next((role for role in PERHAPS if re.search(PERHAPS[role], column, re.I)), "") for column in exist]
     perhaps = [column for column, role in zip(exist, roles, strict=True) if role == name]
     if not perhaps:
-        return f"add one, or select it with `columns={{{name!r}: ...}}`"
+        return f"add one, or select it with `columns={{{name!r}: '...'}}`"
     return " or ".join(f"`columns={{{name!r}: {c!r}}}`" for c in perhaps) + " selects it"
 
 

@@ -75,7 +75,7 @@ BAD = [
     (frame().assign(D=pd.Timestamp("2026-01-01")), {}, "D is Timestamp"),
     (frame().assign(loss=pd.Timedelta("1h")), {}, "loss is Timedelta"),
     (frame().drop(columns="loss"), {}, "has no column 'loss'; it has run_id, N, D"),
-    (pd.DataFrame({"step": [1], "n_tokens_seen": 9}), {}, "add one, or select it with `--column N=...`"),
+    (pd.DataFrame({"step": [1], "n_tokens_seen": 9}), {}, "add one, or select it with `columns={'N': '...'}`"),
     (frame().drop(columns="D"), {"derive_d": "6nd"}, "no column 'flops'"),
     (frame().rename(columns={"N": "N_no_emb"}), {}, "`columns={'N': 'N_no_emb'}` selects it"),
     (
