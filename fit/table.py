@@ -147,7 +147,7 @@ def columns_of(table: Any, names: Sequence[str]) -> list[Any]:
     exist = list(map(str, table.columns))
     columns = [next((column for column in (name, *ALIASES.get(name, ())) if column in exist), "") for name in names]
     if "" in columns:
-        raise InputError(f"the table has no column {names[columns.index('')]!r}; it has {_some(exist)}.")
+        raise InputError(f"the table has no column {names[columns.index('')]!r}; it has {some(exist)}.")
     return [table[column].to_numpy() for column in columns]
 
 

@@ -43,8 +43,11 @@ def score(
         str,
         typer.Option(help="Suites (small, core, domains), tasks (piqa, piqa@5), files, folders, separated by commas."),
     ] = "small",
-    limit: Annotated[int, typer.Option(help="Items per task, a fixed subset.")] = DEFAULT_LIMIT,
-    every_item: Annotated[bool, typer.Option("--all", help="Score all items of each task.")] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(help=f"Items per task, a fixed subset; default: {DEFAULT_LIMIT} at a terminal, else all."),
+    ] = None,
+    every_item: Annotated[bool, typer.Option("--all", help="Score all items of each task, at a terminal too.")] = False,
     output: Output = None,
     against: Annotated[
         Path | None, typer.Option(help="Another checkpoint, or its scores.json, to compare with item by item.")
@@ -84,6 +87,9 @@ def score(
     if against is not None and other is None:
         targets.append((path := find(against), path))
 
+    # A user who waits gets an answer in minutes; scripts keep every item.
+    if limit is None and not every_item and not as_json and sys.stdout.isatty():
+        limit = DEFAULT_LIMIT
     suite = {"tasks": tasks, "limit": None if every_item else limit, "allow_code": allow_code}
     score_on = partial(_score, targets=targets, suite=suite, settings=settings, quietly=as_json)
     results = on_ranks(ranks, score_on, device=pick_device(device, "--device").type)

@@ -217,8 +217,8 @@ def test_evaluate_writes_scores_items_and_a_page(
     assert "Compared" in (tmp_path / "both" / sorted(names)[0] / "report.html").read_text()
 
 
-def test_evaluate_takes_a_hundred_items_of_a_task_unless_all_are_asked_for(
-    isoflop: Isoflop, smoke: tuple[Path, str], tmp_path: Path
+def test_evaluate_takes_a_hundred_items_of_a_task_at_a_terminal_unless_all_are_asked_for(
+    isoflop: Isoflop, smoke: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = next(smoke[0].glob("runs/*/checkpoints/step_*"))
     for name, text in {"short": "a", "wordy": "a " * 400}.items():
@@ -226,13 +226,15 @@ def test_evaluate_takes_a_hundred_items_of_a_task_unless_all_are_asked_for(
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = f"{tmp_path / 'wordy.jsonl'}@5,{tmp_path / 'short.jsonl'}"
     options = ["--tasks", tasks, "--device", "cpu", "--ngram", "0", "--output", str(tmp_path / "out")]
-    code, out, _ = isoflop("evaluate", str(checkpoint), *options)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "isatty", lambda: True)
+        code, out, _ = isoflop("evaluate", str(checkpoint), *options)
     assert code == 0
     assert "--all" in out
     assert "200 of 206 items, 400 requests" in out, "before the first task"
     assert out.index("short: ") < out.index("wordy@5: "), "the cheapest task first"
     assert out.index("wordy (<5 examples)") < out.rindex("\nshort "), "no room for five; a table in the order asked"
-    code, out, _ = isoflop("evaluate", str(checkpoint), *options, "--all", "--json")
+    code, out, _ = isoflop("evaluate", str(checkpoint), *options, "--json")
     assert [task["items"] for task in json.loads(out)["tasks"].values()] == [103, 103]
 
 
