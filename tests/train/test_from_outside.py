@@ -210,7 +210,7 @@ def test_an_absurd_number_is_refused_at_once(field: str, value: Any) -> None:
 
 def test_a_billion_ranks_are_answered_at_once() -> None:
     config = RunConfig(model=ModelConfig(vocab_size=256))
-    with pytest.raises(UserError, match="1000000007 ranks"):
+    with pytest.raises(UserError, match="1,000,000,007 ranks"):
         check_world(config, 1_000_000_007, 1_000_000_007)
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     slurm = {
