@@ -23,7 +23,7 @@ SLIGHT = 1e-3  # relative bias of the loss that is too small to report
 HEAVY = 0.1  # weight from which a form of the mixture counts
 MANY_OUTLIERS = 0.05  # share of the runs from which outliers are assumed to have a common cause
 # Limits of a fit that are not faults come last.
-MILD = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncertain")
+MILD: tuple[str, ...] = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncertain")
 MILD += ("dropped_worst", "logged_steps", "derived_d")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -53,30 +54,34 @@ def read_curves(source: str | Path | pd.DataFrame, columns: Mapping[str, str] | 
     `columns` maps these names to the table's own, as in {"step": "iteration"}.
     """
     table, exist, origin = load(source, "curves.csv")
-    for name, column in (columns or {}).items():
+    columns = columns or {}
+    for name, column in columns.items():
         if name not in NAMES or column not in exist:
             names = ", ".join(NAMES)
             raise InputError(f"columns has {name}={column!r}; it maps {names} to columns of {origin}: {some(exist)}.")
+    if "loss" in columns:  # no other loss may replace the chosen one
+        held_out = [name for name in exist if alias_in([name], NAMES["val_loss"], "loss") and name != columns["loss"]]
+        table = table.drop(columns=held_out)
     return named(table, columns)
 
 
-def named(table: pd.DataFrame, columns: Mapping[str, str] | None = None) -> pd.DataFrame:
+def named(table: pd.DataFrame, columns: Mapping[str, str] = MappingProxyType({})) -> pd.DataFrame:
     """Return a copy with columns run, step, lr and loss, which is taken from val_loss if that has values."""
     if not isinstance(table, pd.DataFrame):
         raise InputError(f"curves is a {type(table).__name__}; a DataFrame with run, step, lr and loss is needed.")
-    table, columns = table.copy(), columns or {}
+    table = table.copy()
     for name, aliases in NAMES.items():
         column = columns.get(name, name if name in table else alias_in([*map(str, table)], aliases, name))
         if column is not None:
             unit = unit_of(column, name)[1] if name == "N" else 1.0
             table[name] = table[column] if unit == 1.0 else numeric(table, column) * unit
-    if "val_loss" in table and "loss" not in columns and table["val_loss"].notna().any():
+    if "val_loss" in table and table["val_loss"].notna().any():
         table["loss"] = table["val_loss"]
         table["silent"] = table["val_loss"].isna()
     for name in ("run", "step", "lr", "loss"):
         if name not in table:
-            columns = ", ".join(map(str, table.columns))
-            raise InputError(f"curves have no column {name}; they need run, step, lr and loss, and have {columns}.")
+            exist = some([*map(str, table)])
+            raise InputError(f"curves have no column {name}; they need run, step, lr and loss, and have {exist}.")
     return table
 
 

@@ -211,6 +211,8 @@ def test_curves_are_read_from_a_sweep(tmp_path):
     assert fit.CurveLaw().fit(read).cooldown_seen_
     renamed = fit.read_curves(export.rename(columns={"_step": "it"}), columns={"step": "it"})
     pd.testing.assert_series_equal(renamed.step, read.step)
+    chosen = fit.read_curves(curves.assign(train=1.0, val_loss=9.0), columns={"loss": "train"})
+    assert set(fit.read_curves(chosen).loss) == {1.0}  # as `CurveLaw.fit` reads it again
     with pytest.raises(fit.InputError, match="columns has N='size'"):
         fit.read_curves(curves, columns={"N": "size"})
 
