@@ -305,10 +305,7 @@ def unit_of(column: str, name: str) -> tuple[str, float]:
 
 
 def load(source: str | Path | pd.DataFrame, default: str = "table.csv") -> tuple[pd.DataFrame, list[str], str]:
-    """Return the table, its column names before pandas renames duplicates, and its name for messages.
-
-    Of a directory, the file `default` is read.
-    """
+    """Return the table (`default` in a directory), its columns before pandas renames duplicates, and its name."""
     import pandas as pd
 
     if isinstance(source, pd.DataFrame):
