@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..errors import Array, Constants, InputError, Say, floats
+from ..errors import Array, Constants, InputError, Say
 from ..solver.forms import LogSumTerms
 from ..solver.jets import ACCEPTED
 from .law import Law, LossLaw, Problem
@@ -207,7 +207,7 @@ def _squares(function: Function, constants: Constants, inputs: Sequence[Array], 
     shape = (len(next(iter(constants.values()))), len(target))
     try:
         with np.errstate(all="ignore"):
-            log = np.log(np.broadcast_to(floats(function(points, *inputs)), shape))
+            log = np.log(np.broadcast_to(np.asarray(function(points, *inputs), dtype=np.float64), shape))
     except InputError:
         raise
     except Exception as error:  # it is the user's function, and may raise anything
