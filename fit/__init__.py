@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .approaches.compare import Comparison, compare
     from .approaches.conventions import by_convention
     from .approaches.envelope import Envelope
-    from .approaches.isoflop import IsoflopProfiles
+    from .approaches.isoflop import IsoflopProfiles, plot_isoflop
     from .approaches.recipes import RecipeLaw, by_recipe
     from .checks.doctor import examine
     from .checks.outliers import Outliers, find_outliers
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
         plot_cloud,
         plot_contours,
         plot_curves,
-        plot_isoflop,
         plot_residuals,
         save_figures,
     )

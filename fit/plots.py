@@ -170,12 +170,8 @@ def plot_contours(law: Law, N: Any = None, D: Any = None, loss: Any = None, ax: 
     return _legend(ax, 2)
 
 
-def plot_isoflop(profiles: Any, ax: Axes | None = None) -> Axes:
-    """Plot runs and curves of `profiles` (or of a table, by valleys), with stars at accepted minima; others dotted."""
-    if not hasattr(profiles, "profiles_"):
-        from .approaches.isoflop import IsoflopProfiles
-
-        profiles = IsoflopProfiles("valley").fit(profiles)
+def plot_profiles(profiles: Any, ax: Axes | None = None) -> Axes:
+    """Plot each budget's runs and fitted curve, with a star at an accepted minimum; other curves are dotted."""
     ax = _axes(ax, "parameters N", LOSS)
     shown = profiles.profiles_
     for p, colour in zip(shown, shades(np.array([p.flops for p in shown])) if shown else [], strict=True):
@@ -307,7 +303,7 @@ def _drawings(analysis: Analysis, curves: Any) -> dict[str, Callable[..., Any]]:
     law, t = analysis.law, analysis.table
     drawings: dict[str, Callable[..., Any]] = {}
     if analysis.profiles.profiles_:
-        drawings["isoflop"] = partial(plot_isoflop, analysis.profiles)
+        drawings["isoflop"] = partial(plot_profiles, analysis.profiles)
     if law is not None:
         if is_uneven(law.predict(t.N, t.D)):
             drawings["contours"] = partial(plot_contours, law, t.N, t.D, t.loss)

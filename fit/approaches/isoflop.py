@@ -19,7 +19,8 @@ from numpy.typing import ArrayLike
 from ..errors import Array, Column, InputError, check_weights, is_uneven, one_of, positive, same_length
 from ..files import read_constants
 from ..laws.powerlaw import PowerLaw
-from ..table import as_table
+from ..plots import plot_profiles
+from ..table import Runs, as_table
 from ..uncertainty import check_resampling, excess_scatter, percentile_interval
 from .valley import Valley, fit_valleys
 
@@ -373,6 +374,12 @@ class IsoflopProfiles:
         return (
             f"IsoflopProfiles({len(self.accepted_)} of {len(self.profiles_)} vertices accepted, N* law: {self.N_law_})"
         )
+
+
+def plot_isoflop(profiles: IsoflopProfiles | Runs, ax: Any = None) -> Any:
+    """Plot fitted profiles, or those of a table by "valley", with stars at accepted minima; others are dotted."""
+    fitted = profiles if isinstance(profiles, IsoflopProfiles) else IsoflopProfiles("valley").fit(profiles)
+    return plot_profiles(fitted, ax)
 
 
 def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tuple[np.ndarray, Array]:

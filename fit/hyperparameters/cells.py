@@ -9,50 +9,15 @@ Bi et al. 2024 (DeepSeek, arXiv:2401.02954), section 3.1; Li et al. 2025 (Step L
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from ..errors import Array, Column, Columns, InputError, one_of, positive, same_length
-from ..table import Runs, RunTable, as_table
-from .hyperparameters import CellOptimum
+from .hyperparameters import CellOptimum, Sweep, read_sweep
 from .settings_surface import TARGETS, cells_of, near_best
 
 WITHIN = {"near": 0.0025, "best": 0.0}  # largest relative excess loss of the runs used, by method
-
-
-class Sweep(NamedTuple):
-    """The runs of a sweep: N, D, learning_rate, batch (tokens), loss, each (n,)."""
-
-    N: Array
-    D: Array
-    learning_rate: Array
-    batch: Array
-    loss: Array
-
-
-def read_sweep(table: Runs, sequence_length: float | None = None) -> Sweep:
-    """Read the settings and losses of the runs of a RunTable or DataFrame.
-
-    Columns are `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or `bs` (sequences) times `sequence_length`
-    (or a column of this name).
-    """
-    table = as_table(table)
-    rate = _column(table, "learning_rate", "lr")
-    if "batch_tokens" in table.frame:
-        batch = _column(table, "batch_tokens")
-    else:
-        batch = _column(table, "batch_size", "bs")
-        if sequence_length is not None:
-            batch = batch * positive("sequence_length", [sequence_length])
-        elif "sequence_length" in table.frame:
-            batch = batch * _column(table, "sequence_length")
-        else:
-            raise InputError(
-                f"{table.source} counts batches in sequences and has no column 'sequence_length'; "
-                "give sequence_length in tokens."
-            )
-    return Sweep(table.N, table.D, rate, batch, table.loss)
 
 
 def cell_optima(
@@ -109,11 +74,3 @@ def _edge(varied: Columns, loss: Array) -> str:
             side = "smallest" if best == values.min() else "largest"
             return f"the lowest loss is at the {side} {name.replace('_', ' ')}, an edge of the settings tried"
     return ""
-
-
-def _column(table: RunTable, *names: str) -> Array:
-    for name in names:
-        if name in table.frame:
-            return positive(name, table.column(name), table.rows)
-    exist = ", ".join(map(str, table.frame.columns))
-    raise InputError(f"{table.source} has no column {' or '.join(map(repr, names))}; it has {exist}.")

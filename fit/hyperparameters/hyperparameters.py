@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from ..errors import Array, Columns, Constants, InputError, Say, positive, same_length
 from ..laws.law import Law, Problem, amplitude, centred, projected_starts
 from ..solver.forms import LogSumExp, LogSumTerms
+from ..table import Runs, RunTable, as_table
 from ..uncertainty import by_group, group_labels, numbered, wild_targets
 
 COLLINEAR = 0.01  # smallest over largest singular value of scaled log inputs for separate exponents; chosen by hand
@@ -47,6 +48,48 @@ class CellOptimum:
     def C(self) -> float:
         """Return the training FLOPs, 6ND."""
         return 6.0 * self.N * self.D
+
+
+class Sweep(NamedTuple):
+    """The runs of a sweep: N, D, learning_rate, batch (tokens), loss, each (n,)."""
+
+    N: Array
+    D: Array
+    learning_rate: Array
+    batch: Array
+    loss: Array
+
+
+def read_sweep(table: Runs, sequence_length: float | None = None) -> Sweep:
+    """Read the settings and losses of the runs of a RunTable or DataFrame.
+
+    Columns are `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or `bs` (sequences) times `sequence_length`
+    (or a column of this name).
+    """
+    table = as_table(table)
+    rate = _column(table, "learning_rate", "lr")
+    if "batch_tokens" in table.frame:
+        batch = _column(table, "batch_tokens")
+    else:
+        batch = _column(table, "batch_size", "bs")
+        if sequence_length is not None:
+            batch = batch * positive("sequence_length", [sequence_length])
+        elif "sequence_length" in table.frame:
+            batch = batch * _column(table, "sequence_length")
+        else:
+            raise InputError(
+                f"{table.source} counts batches in sequences and has no column 'sequence_length'; "
+                "give sequence_length in tokens."
+            )
+    return Sweep(table.N, table.D, rate, batch, table.loss)
+
+
+def _column(table: RunTable, *names: str) -> Array:
+    for name in names:
+        if name in table.frame:
+            return positive(name, table.column(name), table.rows)
+    exist = ", ".join(map(str, table.frame.columns))
+    raise InputError(f"{table.source} has no column {' or '.join(map(repr, names))}; it has {exist}.")
 
 
 class DesignedLaw(Law):

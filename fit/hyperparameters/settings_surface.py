@@ -25,7 +25,7 @@ from ..laws.law import Problem
 from ..solver.forms import LogForm, LogSumTerms
 from ..table import as_table, by_name
 from ..uncertainty import percentile_intervals
-from .hyperparameters import DesignedLaw, centred_design, collinear, law_constants, log_design
+from .hyperparameters import DesignedLaw, centred_design, collinear, law_constants, log_design, read_sweep
 
 TARGETS = ("learning_rate", "batch")
 Exponents = tuple[int, ...]
@@ -215,8 +215,6 @@ class HyperparameterSurface(DesignedLaw):
         Raises InputError if runs are too few or too alike, or if the loss has no minimum within the window.
         """
         if loss is None:  # N is a table as in `read_sweep`, or N and D are X and y
-            from .cells import read_sweep
-
             weight = as_table(N).weight if D is None and weight is None else weight
             data = by_name("fit", self.inputs, (N, D), {}, ("loss",)) if D is not None else read_sweep(N)._asdict()
             return self.fit(**{"learning_rate": None, "batch": None, "weight": weight} | data)

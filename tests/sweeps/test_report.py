@@ -374,7 +374,7 @@ def test_the_paper_figures_return_axes_and_draw(analysed):
     assert axes.collections
     from isoflop.fit import plots
 
-    assert len(plots.plot_isoflop(analysis.profiles).lines) == 4
+    assert len(plots.plot_profiles(analysis.profiles).lines) == 4
     assert plots.plot_allocation(analysis, "D").get_ylabel() == "optimal tokens D*"
     assert len(plots.plot_curves(analysis, curves).lines) == 24
     import matplotlib.pyplot as plt
