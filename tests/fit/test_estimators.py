@@ -71,12 +71,12 @@ def test_what_is_no_table_is_answered_in_one_sentence(call, required):
             call(*[wrong] * required)
 
 
-@pytest.mark.parametrize("runs", [RUNS, FRAME], ids=["RunTable", "DataFrame"])
-def test_figures_and_approaches_take_tables(runs, tmp_path):
-    assert len(fit.plot_isoflop(runs).collections) > 0
-    assert len(fit.plot_contours(LAW, runs).collections) == len(LAW.plot().collections)
-    assert fit.Envelope().fit(runs).loss_.size
-    assert [warning.code for warning in fit.examine(runs)] == [warning.code for warning in fit.examine(RUNS)]
-    analysis = fit.analyze(runs, bootstrap=0, intervals="noise")
+def test_figures_and_approaches_take_tables(tmp_path, quick_pictures):
+    for runs in (RUNS, FRAME):
+        assert len(fit.plot_isoflop(runs).collections) > 0
+        assert len(fit.plot_contours(LAW, runs).collections) == len(LAW.plot().collections)
+        assert fit.Envelope().fit(runs).loss_.size
+        assert [warning.code for warning in fit.examine(runs)] == [warning.code for warning in fit.examine(RUNS)]
+    analysis = fit.analyze(FRAME, bootstrap=0, intervals="noise")
     assert repr(pickle.loads(pickle.dumps(analysis))) == repr(analysis)
     assert all(path.stat().st_size for path in fit.save_figures(analysis, tmp_path / "new" / "figures"))
