@@ -272,7 +272,7 @@ def test_a_download_asks_for_the_pinned_commit_and_is_cached(tiny, start_server,
     with pytest.raises(InputError, match="cannot be downloaded"):
         download_published("epoch", folder=tmp_path, host="http://127.0.0.1:9", timeout=5)
     (tmp_path / "taken").write_text("")
-    with pytest.raises(InputError, match="cannot be made"):
+    with pytest.raises(InputError, match="cannot be written to"):
         download_published("epoch", folder=tmp_path / "taken", host=host)
 
 
