@@ -36,7 +36,7 @@ GAP = 2.0  # least ratio of compute between cut-offs; rows closer than this coun
 LEAST_RUNS, LEAST_SIZES = 6, 3  # least of a rolling fit: different (N, D), and different N and D
 ROLLING_STARTS = 8  # starts of a rolling fit, in addition to the optimum of all runs
 WORST = 1.0  # largest error of log loss that counts; chosen by hand
-# Resamples per form, and draws of `before`. Of 400, the ends of intervals vary by up to 3 % of the width (measured).
+# Resamples per form, and draws of `before`. Of 400, seeds move an interval's ends by up to 3 % of its width.
 DRAWS, PAST_DRAWS = 400, 50
 MAX_DISTANCE = 15.0  # largest distance of a form's log N* from sqrt(C / 6): a vanished term puts it at infinity
 MAX_DEVIATION = 5.0  # largest distance of a form's log N* from the mean's that counts; chosen by hand
