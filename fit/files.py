@@ -87,11 +87,18 @@ def read_constants(name: str) -> Any:
     return yaml.safe_load((Path(__file__).parent / "constants" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
+def check_regular(path: Path) -> None:
+    """Raise InputError if a path names a device or a pipe, which may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{path} is a device or a pipe; give a file.")
+
+
 def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form:
     """Read a JSON or YAML file into the type `form`.
 
     Raises InputError if it does not fit, cannot be read, or has more than `largest` bytes.
     """
+    check_regular(path)
     try:
         if (size := path.stat().st_size) > largest:
             raise InputError(f"{path} has {size} bytes; it must have at most {largest}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ def test_a_file_as_it_must_be(reader: Any, name: str, content: bytes, tmp_path: 
         ("a.yaml", b"steps: three", "Expected int, got str at $.steps"),
         ("a.yaml", b"steps: \xff", "invalid start byte"),
         ("folder", None, "cannot be read"),
+        ("pipe.json", None, "a device or a pipe"),
         ("missing.json", None, "No such file"),
     ],
 )
@@ -61,6 +63,7 @@ def test_anything_else_is_one_sentence(
     reader: Any, name: str, content: bytes | None, expected: str, tmp_path: Path
 ) -> None:
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe.json")
     if content is not None:
         (tmp_path / name).write_bytes(content)
     largest = 1000 if content == b"1" * 2000 else 1 << 20

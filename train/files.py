@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from .errors import UserError
 
@@ -106,6 +108,16 @@ class JsonLines:
             self._file.close()
 
 
+def open_regular(path: Path, largest: float = float("inf")) -> BinaryIO:
+    """Open a file for reading. Raises OSError above `largest` bytes, and for a device or a pipe, which may never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # `open` refuses a folder
+        raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
+    if status.st_size > largest:
+        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes; it must have at most {largest}", str(path))
+    return path.open("rb")
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return every object of a JSON-lines file. Skips broken lines; a missing file gives an empty list."""
     records = []
@@ -129,9 +141,8 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
     import yaml
 
     try:
-        if (size := path.stat().st_size) > largest:
-            raise UserError(f"{path} has {size} bytes; it must have at most {largest}")
-        content = path.read_bytes()
+        with open_regular(path, largest) as file:
+            content = file.read()
         if path.suffix in (".yaml", ".yml", ""):  # lm-eval's templates have no file ending
             return msgspec.convert(_parse_yaml(content.decode()), form)
         return msgspec.json.decode(content, type=form)
@@ -172,7 +183,8 @@ def _parse_yaml(text: str) -> Any:
 def read_json(path: Path, form: Any = None) -> dict[str, Any] | None:
     """Read a JSON object. Return None if the file is missing or does not match `form`, a msgspec type."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            value = json.load(file)
         if form is not None:
             import msgspec
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..config import DataConfig
 from ..errors import UserError
+from ..files import open_regular
 from .readers import (
     ACCEPTED,
     cut,
@@ -289,7 +290,7 @@ def _file_digest(path: Path, whole: bool) -> str:
     digest = hashlib.blake2b(f"{format_of(path)}:{compression}".encode(), digest_size=16)
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         if whole or size <= _HASH_BLOCKS * _HASH_BLOCK_BYTES:
             while block := file.read(1 << 20):
                 digest.update(block)

@@ -1,4 +1,4 @@
-"""Readers that stream documents from files: .txt, .md, JSON lines (plain, gzip, zstandard) and parquet.
+"""Readers that stream documents from files of text, JSON lines (both plain, gzip or zstandard) and parquet.
 
 A truncated compressed file is an error, never a shorter corpus.
 """
@@ -13,33 +13,26 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import UserError
+from ..files import open_regular
 
-_FORMATS = {
-    ".txt": "plain",
-    ".md": "plain",
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".jsonl.zst": "jsonl",
-    # C4 and Dolma name files with one object per line .json.gz, too.
-    ".json": "jsonl",
-    ".json.gz": "jsonl",
-    ".json.zst": "jsonl",
-    ".parquet": "parquet",
-}
-ACCEPTED = ", ".join(_FORMATS)
+# C4 and Dolma name files with one object per line .json.gz, too.
+_FORMATS = {".txt": "plain", ".md": "plain", ".rst": "plain", ".py": "plain", ".jsonl": "jsonl", ".json": "jsonl"}
+_COMPRESSED = (".gz", ".zst")
+ACCEPTED = f"{', '.join(_FORMATS)} (also with {' or '.join(_COMPRESSED)}), .parquet; convert other files to .txt first"
 _BLOCK = 1 << 20  # bytes read or decompressed at a time
 LONGEST_LINE = 256 << 20  # bytes, because a document and its tokens must fit into memory; chosen by hand
 _BOM = b"\xef\xbb\xbf"
+_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)  # of a compressed file
 
 
 def format_of(path: Path) -> str | None:
     """Return the format by the file ending: `plain`, `jsonl` or `parquet`; None for others."""
-    name = path.name.lower()
-    return next((kind for suffix, kind in _FORMATS.items() if name.endswith(suffix)), None)
+    ending = (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
+    return "parquet" if path.suffix.lower() == ".parquet" else _FORMATS.get(ending)
 
 
 def is_compressed(path: Path) -> bool:
-    return path.name.lower().endswith((".gz", ".zst"))
+    return path.suffix.lower() in _COMPRESSED
 
 
 def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
@@ -61,7 +54,7 @@ def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
         for text in texts:
             if text.strip():
                 yield text
-    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+    except OSError as error:
         raise UserError(f"data.path: {path} cannot be read ({error.strerror}); it must be a readable file") from None
 
 
@@ -75,21 +68,27 @@ def well_formed(text: str) -> str:
 
 
 def _plain(path: Path, piece_bytes: int) -> Iterator[str]:
-    done = 0
-    with open(path, "rb") as file:
-        buffer = file.read(piece_bytes + 1).removeprefix(_BOM)
-        while buffer:
-            buffer += file.read(piece_bytes + 1 - len(buffer))
-            end = len(buffer) if len(buffer) <= piece_bytes else _cut(buffer, piece_bytes)
-            try:
-                yield buffer[:end].decode()
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"data.path: {path} is not UTF-8 text (byte 0x{buffer[error.start]:02x} near offset "
-                    f"{done + error.start}); convert it to UTF-8"
-                ) from None
-            done += end
-            buffer = buffer[end:]
+    done, buffer, blocks = 0, b"", _blocks(path, piece_bytes + 1)
+    while True:
+        try:
+            while len(buffer) <= piece_bytes and (block := next(blocks, b"")):
+                buffer = (buffer + block).removeprefix(b"" if done else _BOM)
+        except _DAMAGE as error:
+            raise UserError(
+                f"data.path: {path} is damaged after byte {done} ({one_line(error)}); download or compress it again"
+            ) from None
+        if not buffer:
+            return
+        end = len(buffer) if len(buffer) <= piece_bytes else _cut(buffer, piece_bytes)
+        try:
+            yield buffer[:end].decode()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"data.path: {path} is not UTF-8 text (byte 0x{buffer[error.start]:02x} near offset "
+                f"{done + error.start}); convert it to UTF-8"
+            ) from None
+        done += end
+        buffer = buffer[end:]
 
 
 def _cut(buffer: bytes, limit: int) -> int:
@@ -134,7 +133,7 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     "every line must hold one JSON object"
                 )
             yield number, row
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except _DAMAGE as error:
         raise UserError(
             f"data.path: {path} is damaged after line {number} ({one_line(error)}); download or compress it again"
         ) from None
@@ -142,7 +141,7 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _lines(path: Path) -> Iterator[bytes]:
     rest: list[bytes] = []
-    for block in _blocks(path):
+    for block in _blocks(path, _BLOCK):
         first, *others = block.split(b"\n")
         rest.append(first)
         for other in others:
@@ -157,14 +156,14 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield line
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
+def _blocks(path: Path, size: int) -> Iterator[bytes]:
+    with open_regular(path) as file:
         name = path.name.lower()
         if name.endswith(".zst"):
             yield from _zstandard_blocks(file)
             return
         stream = gzip.open(file) if name.endswith(".gz") else file  # noqa: SIM115  closing `file` is enough
-        while block := stream.read(_BLOCK):
+        while block := stream.read(size):
             yield block
 
 
@@ -192,7 +191,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
-    path.stat()  # a missing file gets a different error from a damaged one
+    open_regular(path).close()  # a missing file gets a different error from a damaged one
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

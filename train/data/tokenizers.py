@@ -6,7 +6,6 @@ comparable across tokenizers.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import re
@@ -25,10 +24,11 @@ import numpy.typing as npt
 
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
-from ..files import read_json
+from ..files import open_regular, read_json
 from . import merges, words
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
+from .readers import one_line
 from .storage import Progress, building, checksum, locked, read_checked, silent, write_checked
 
 # Tokens that may end a document if no tokenizer_config.json next to the tokenizer.json names an `eos_token`.
@@ -186,9 +186,8 @@ def _read_tokenizer_json(path: Path) -> Any:
     import tokenizers
 
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise OSError(errno.EFBIG, f"more than {_MAX_FILE_BYTES} bytes")
-        content = path.read_text(encoding="utf-8")
+        with open_regular(path, _MAX_FILE_BYTES) as stream:
+            content = stream.read().decode()
         file = msgspec.json.decode(content, type=_TokenizerFile)
         vocabulary = file.model.vocab.values() if isinstance(file.model.vocab, dict) else ()
         for token_id in (*vocabulary, *(added.id for added in file.added_tokens)):
@@ -198,7 +197,7 @@ def _read_tokenizer_json(path: Path) -> Any:
     except OSError as error:
         reason = error.strerror or "unreadable"
     except Exception as error:  # the library raises bare Exceptions
-        reason = str(error).splitlines()[0][:120]
+        reason = one_line(error)
     raise UserError(
         f"data.tokenizer is {str(path)!r}; it cannot be loaded ({reason}): it must be bytes, bpe, "
         "or the path of a tokenizer.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import zstandard
 from isoflop.train.config import DataConfig
 from isoflop.train.data import corpora, readers
-from isoflop.train.data.corpora import open_corpus
+from isoflop.train.data.corpora import TextFiles, open_corpus
 from isoflop.train.errors import UserError
 
 DOCUMENTS = ["First, a document.\nTwo lines.\n", "Zweites: äöü ß", "第三 😀\r\n", "last\n\n\nwith blank lines"]
@@ -33,9 +34,11 @@ def json_lines(documents: list[str], field: str = "text") -> bytes:
 def write(folder: Path, kind: str, documents: list[str], field: str = "text") -> Path:
     """Write documents to a folder, in one of the accepted kinds of file."""
     folder.mkdir()
-    if kind in ("txt", "md"):
+    ending, _, compression = kind.partition(".")
+    if ending in ("txt", "md", "rst", "py"):
+        pack = {"": bytes, "gz": gzip.compress, "zst": zstandard.compress}[compression]
         for i, document in enumerate(documents):
-            (folder / f"{i:04d}.{kind}").write_bytes(document.encode())
+            (folder / f"{i:04d}.{kind}").write_bytes(pack(document.encode()))
     elif kind == "parquet":
         table = pa.table({"id": list(range(len(documents))), field: documents})
         pq.write_table(table, folder / "rows.parquet", row_group_size=3)
@@ -53,7 +56,7 @@ def write(folder: Path, kind: str, documents: list[str], field: str = "text") ->
     return folder
 
 
-KINDS = ["txt", "md", "jsonl", "jsonl.gz", "jsonl.zst", "json.gz", "parquet"]
+KINDS = ["txt", "md", "rst", "py.zst", "txt.gz", "jsonl", "jsonl.gz", "jsonl.zst", "json.gz", "parquet"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,6 +94,9 @@ def test_long_plain_files_are_cut_without_losing_a_byte(tmp_path: Path, monkeypa
     whole = "".join(f"Paragraph {i}: " + "wörter " * (i % 40) + "\n\n" for i in range(200)) + "😀" * 2000
     (tmp_path / "book.txt").write_text(whole, newline="")
     pieces = list(open_corpus(text(tmp_path / "book.txt")).documents())
+    for ending, pack in ((".gz", gzip.compress), (".zst", zstandard.compress)):
+        (tmp_path / f"book.txt{ending}").write_bytes(pack(b"\xef\xbb\xbf" + whole.encode()))
+        assert list(open_corpus(text(tmp_path / f"book.txt{ending}")).documents()) == pieces
     assert "".join(pieces) == whole
     assert max(len(piece.encode()) for piece in pieces) <= 1000
     # Where there are blank lines, pieces end at one.
@@ -211,6 +217,8 @@ BAD_FILES = {
     "not.jsonl.gz": (b'{"text": "plain"}\n', r"not\.jsonl\.gz is damaged after line 0"),
     "cut.jsonl.gz": (gzip.compress(json_lines(DOCUMENTS * 50))[:-20], r"cut\.jsonl\.gz is damaged after line \d+"),
     "cut.jsonl.zst": (zstandard.compress(json_lines(DOCUMENTS * 50))[:-9], r"cut\.jsonl\.zst is damaged after line"),
+    "cut.txt.gz": (gzip.compress("".join(DOCUMENTS * 50).encode())[:-20], r"cut\.txt\.gz is damaged after byte \d+"),
+    "page.html": (b"<p>", r"data.path is '.*page\.html'; .* convert other files to \.txt"),
     "blank.jsonl": (b'{"text": " "}\n\n', r"data.path is '.*blank\.jsonl'; it contains no text"),
     "notes.docx": (b"PK", r"data.path is '.*notes\.docx'; .* \.txt, \.md"),
 }
@@ -251,6 +259,14 @@ def test_a_parquet_file_that_ends_early_is_refused(tmp_path: Path) -> None:
 def test_a_corpus_that_cannot_be_opened_is_refused_at_once(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         open_corpus(DataConfig(**fields))
+
+
+def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.txt.gz", "a.parquet"):
+        os.mkfifo(path := tmp_path / name)
+        for read in (lambda corpus: list(corpus.documents()), lambda corpus: corpus.fingerprint()):
+            with pytest.raises(UserError, match="it is a device or a pipe"):
+                read(TextFiles(str(tmp_path), (path,)))
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:

@@ -309,6 +309,7 @@ def test_a_vocabulary_beyond_16_bits_is_stored_in_32() -> None:
         ({"tokenizer": "bpe", "vocab_size": 256}, "data.vocab_size is 256; .* 257"),
         ({"tokenizer": "/no/tokenizer.json"}, "data.tokenizer is '/no/tokenizer.json'; .*No such file"),
         ({"tokenizer": "gpt2"}, "data.tokenizer is 'gpt2'; it cannot be loaded"),
+        ({"tokenizer": "/dev/zero"}, r"data.tokenizer is '/dev/zero'; it cannot be loaded \(it is a device or a pipe"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_loaded_is_refused(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
+from ...files import open_regular
 from ..storage import checksum
 
 
@@ -181,7 +182,7 @@ def model_digest(step: Step) -> str | None:
         raise UserError(f"{word}; a model is a fastText file ({', '.join(MODELS)}) or a Hugging Face folder")
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{word}; the folder has no config.json: it must be a Hugging Face sequence classifier")
-    if not path.exists():
+    if not path.is_file() and not path.is_dir():
         raise UserError(f"{word}; there is no such file or folder")
     digest = hashlib.sha256()
     try:
@@ -189,7 +190,7 @@ def model_digest(step: Step) -> str | None:
         shown = sorted(file for file in inside if not file.name.startswith(".") and file.suffix != ".md")
         for file in [path] if path.is_file() else shown:
             digest.update(b"" if path.is_file() else str(file.relative_to(path)).encode() + b"\0")
-            with open(file, "rb") as stream:
+            with open_regular(file) as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     except OSError as error:
         raise UserError(f"{word}; {error.filename} cannot be read ({error.strerror})") from None
