@@ -15,7 +15,7 @@ from ..fit.laws.registry import DEFAULT, LOSS_LAWS
 from ..train.config import ANY, RunConfig, TrackerConfig, Training, drop_removed
 from ..train.config import REMOVED as OF_RUNS
 from ..train.errors import UserError
-from ..train.fields import Count, Count4, Count6, Natural, NotNegative, Positive, Precision
+from ..train.fields import Count, Count4, Count6, Distinct, Natural, NotNegative, Positive, Precision
 from ..train.planner.validation import check_fields
 from .grid.base import GridConfig, grid_kinds
 from .grid.tuning import TuningConfig
@@ -29,7 +29,7 @@ class ClusterConfig:
     """Where runs are trained, and at what price."""
 
     kind: Annotated[str, ("local", "slurm")] = "local"
-    budgets: list[Positive] | None = None  # used by a grid without budgets; None: probe this machine
+    budgets: Distinct[Positive] | None = None  # used by a grid without budgets; None: probe this machine
     minutes: Duration = 4.5  # local: training time of a probed grid on all cores
     flops_per_second: Positive | None = None  # matrix-product peak of one core (local) or one rank (slurm); None: probe
     precision: str = "fp32"  # of runs that do not set `precision`
@@ -91,8 +91,8 @@ class EvaluateConfig:
 class FitConfig:
     """Which laws are fitted, and the budgets they extrapolate to."""
 
-    targets: list[Positive] = field(default_factory=list)  # FLOPs to extrapolate to; none: 10x to 1000x the largest
-    bootstrap: Annotated[int, Meta(ge=0, le=10**6)] = 1000  # resamples of runs behind every interval
+    targets: Distinct[Positive] = field(default_factory=list)  # FLOPs to extrapolate to; none: 10x to 1000x the largest
+    bootstrap: Annotated[int, Meta(ge=0, le=10**5)] = 1000  # resamples of runs behind every interval; 0: no intervals
     intervals: Annotated[str, ("mixture", "noise")] = "mixture"  # from a mixture of forms, or noise under one form
     form: Annotated[str, tuple(LOSS_LAWS)] = DEFAULT  # of the parametric law
     objective: Annotated[str, ("huber", "l1", "squares", "se")] = "huber"  # se: weights by loss_se

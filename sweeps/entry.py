@@ -30,6 +30,8 @@ LONGEST = 120  # characters of a folder's name; a hash replaces the rest; chosen
 PLAIN = re.compile(r"""^([^=]+)=([^][{}()"'\\,$]+)$""")  # a value that means the same between quotes
 OVERRIDE = re.compile(r"""(?<=[\[,])\s*([\w.+~/@-]+=[^][{}"',]*)(?=[],])""")  # of a variant, in a list
 
+ONE_TEXT = "it must be one file, folder or glob: put several sources into one folder, or give a glob such as 'corpus/*'"
+
 HEAD = """\
 python sweep.py +grid=GRID [GROUP=OPTION ...] [SETTING=VALUE ...]      (also: isoflop sweep +grid=GRID ...)
 
@@ -106,9 +108,8 @@ def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[
     parsed = OverridesParser.create().parse_overrides(overrides)
     swept = [override for override in parsed if override.is_sweep_override()]
     if swept and not several:
-        raise UserError(
-            f"{swept[0].input_line} has several values; write a list as [a,b], or add --multirun to sweep each value"
-        )
+        advice = ONE_TEXT if swept[0].get_key_element() == "data.path" else "write a list as [a,b]"
+        raise UserError(f"{swept[0].input_line} has several values; {advice}, or add --multirun to sweep each value")
     fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
     values = [
         [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()] for override in swept
@@ -272,6 +273,8 @@ def composition_error(error: Exception) -> str:
     node, key = getattr(inner, "object_type", None), str(getattr(inner, "key", None))
     if dataclasses.is_dataclass(node) and key not in (fields := [item.name for item in dataclasses.fields(node)]):
         return _no_field(field, fields)
+    if field == "data.path" and "'list'" in reason:
+        return f"data.path is a list; {ONE_TEXT}"
     if reason.endswith("is not Optional"):
         return f"{field} cannot be null"
     return f"{field}: {reason}" if field and field not in reason else reason

@@ -23,6 +23,7 @@ from ..train.errors import UserError, counted
 from ..train.files import read_document, read_json, write_atomic, write_json
 from .config import SweepConfig, base_run, from_mapping
 from .grid.content import Texts
+from .grid.doubts import doubts
 from .grid.expand import expand_grid
 from .grid.tuning import Tuner, TuningConfig, depends_on_D, family
 from .plan import trunks
@@ -70,7 +71,7 @@ def from_config(config: SweepConfig) -> Prepared:
     fill_budgets(config.grid, config.cluster, rate)
     runs, remarks = resolve_runs(config)
     if config.grid is not None:
-        remarks += config.grid.notes(runs, Tuner(config.tuning))
+        remarks += [*config.grid.notes(runs, Tuner(config.tuning)), *doubts(config, runs)]
     if config.sweep_merge and (sweep.path / "plan.json").exists():
         runs = [*(run.config() for run in sweep.runs()), *runs]  # the new config of a run replaces the old one
     prepared = _prepare(sweep, config, runs, rate)

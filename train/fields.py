@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
@@ -16,10 +16,14 @@ Count6 = Annotated[int, Meta(ge=1, le=10**6)]
 Count9 = Annotated[int, Meta(ge=1, le=10**9)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
+Ratio = Annotated[float, Meta(ge=1e-3)]  # tokens per parameter; the smallest model then gets a few tokens
 Share = Annotated[float, Meta(ge=0, lt=1)]
 Fraction = Annotated[float, Meta(gt=0, lt=1)]
 Exponent = Annotated[float, Meta(ge=-10, le=10)]
 Precision = Annotated[str, ("fp32", "bf16", "fp16")]
+UNIQUE = Meta(extra_json_schema={"uniqueItems": True})
+T = TypeVar("T")
+Distinct = Annotated[list[T], UNIQUE]  # no value may be repeated
 
 
 def cosmetic(default: Any) -> Any:

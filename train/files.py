@@ -11,8 +11,9 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from .errors import UserError
 
@@ -108,8 +109,8 @@ class JsonLines:
             self._file.close()
 
 
-def open_regular(path: Path, largest: float = float("inf")) -> BinaryIO:
-    """Open a file for reading. Raises OSError above `largest` bytes, and for a device or a pipe, which may never end."""
+def open_regular(path: Path, largest: float = float("inf")) -> BufferedReader:
+    """Open a file for reading. Raises OSError for more than `largest` bytes, and for devices, which may never end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # `open` refuses a folder
         raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))

@@ -34,7 +34,7 @@ from .slurm import SlurmBackend
 
 SHOW_SECONDS = 5.0  # between two looks at the states for a user who waits
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
-LONGEST_NAME = 200  # bytes, of a sweep
+LONGEST_NAME, SIGNS = 200, {*'<>|*?"'}  # bytes of a sweep's name; signs that Windows takes in no name, and shells read
 
 
 def conduct(config: SweepConfig, command: list[str]) -> int:
@@ -135,14 +135,17 @@ def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
 
 
 def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
-    """Prepare the training text of the runs in `asked` now: compute nodes may have no network."""
+    """Prepare and check the training text of the runs in `asked` now: compute nodes may have no network."""
     by_id = prepared.by_id
     texts = {repr(data): data for data in (by_id[run.run_id].data for run in asked)}
     if texts:
+        from ...train.data.loader import TrainStream, validation_windows
         from ...train.data.shards import prepare_with_progress
 
         for data in texts.values():
-            prepare_with_progress(data)
+            shards, length = prepare_with_progress(data), data.sequence_length
+            TrainStream(shards, length, seed=0)  # this and the next line raise UserError if the text is too short
+            validation_windows(shards, length, data.validation_tokens)
 
 
 def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
@@ -286,10 +289,11 @@ def check(config: SweepConfig) -> None:
 
 def _check_folder(config: SweepConfig) -> None:
     name, cluster = config.sweep or "", config.cluster
-    if Path(name).name != name or name in ("", "..") or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+    good = Path(name).name == name and name not in ("", "..") and name.isprintable() and not SIGNS & {*name}
+    if not good or len(name.encode()) > LONGEST_NAME:
         raise UserError(
             f"sweep is {config.sweep!r}; it must be the name of one folder under output_root, not . or .., without "
-            f"slashes or control characters, and at most {LONGEST_NAME} bytes long"
+            f"slashes, control characters and {' '.join(sorted(SIGNS))}, and at most {LONGEST_NAME} bytes long"
         )
     # SLURM puts other words for % and \\ in the names of logs; a colon ends a path on PYTHONPATH, a comma a mount.
     signs = "%:\\," if cluster.container else "%:\\"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from ...train.config import RunConfig
 from ...train.errors import UserError
-from ...train.fields import Fraction
+from ...train.fields import Distinct, Fraction
 from ...train.flops import count_parameters, flops_exact
 from .tuning import Tuner
 
@@ -28,8 +28,8 @@ class GridConfig:
     """Fields and defaults that all kinds of grid share."""
 
     kind: str = "product"  # names the class
-    seeds: list[int] | None = None  # every point once per seed; None: the base run's seed
-    recipes: list[list[str]] | None = None  # every point once per data recipe; None: the base run's data.recipe
+    seeds: Distinct[int] | None = None  # every point once per seed; None: the base run's seed
+    recipes: Distinct[list[str]] | None = None  # every point once per data recipe; None: the base run's data.recipe
     # Every point once as the base run and once per variant, given as {muon: [optimizer=muon]} and recorded as the
     # fields that change, {muon: {optimizer.kind: muon}}. A mapping, as ProductGrid.axes is.
     variants: Any = None

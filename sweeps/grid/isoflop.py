@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from ...train.config import ModelConfig, RunConfig
 from ...train.errors import UserError
-from ...train.fields import Count, Fraction, Positive
+from ...train.fields import Count, Distinct, Fraction, Positive
 from ...train.flops import count_parameters, flops_exact, tokens_for_budget, training_flops_per_token
 from ...train.schedule import warmup_steps
 from . import architectures
@@ -31,7 +31,7 @@ class IsoflopGrid(GridConfig):
     """
 
     kind: str = "isoflop"
-    budgets: list[Positive] | None = None  # training FLOPs; None: the cluster's, or from a probe of this machine
+    budgets: Distinct[Positive] | None = None  # training FLOPs; None: the cluster's, or from a probe of this machine
     convention: Annotated[str, ("exact", "6nd")] = "exact"  # how a budget turns into D
     sizes: Count = 6  # models per budget
     span: Annotated[float, Meta(ge=1)] = 16.0  # largest over smallest N of a budget
@@ -40,7 +40,7 @@ class IsoflopGrid(GridConfig):
 
     def fill_budgets(self, budgets: list[float] | None, probed: Callable[[], list[float]]) -> None:
         if self.budgets is None:
-            self.budgets = budgets or probed()
+            self.budgets = probed() if budgets is None else budgets
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterable[RunConfig]:
         return self.isoflop_runs(base, tuner)
@@ -144,7 +144,7 @@ class CurvesGrid(IsoflopGrid):
 
     kind: str = "curves"
     # Shares of a run's D at which three sizes also cool down: smallest, middle and largest that are warmed up by then.
-    cooldowns: list[Fraction] = field(default_factory=lambda: [0.05, 0.2, 0.5])
+    cooldowns: Distinct[Fraction] = field(default_factory=lambda: [0.05, 0.2, 0.5])
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
         if not base.average.kept:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...train.config import RunConfig
 from ...train.errors import UserError
-from ...train.fields import Count, Positive
+from ...train.fields import Count, Distinct, Positive, Ratio
 from ...train.flops import count_parameters
 from . import architectures
 from .base import GridConfig, fit_notes
@@ -20,9 +20,9 @@ class LadderGrid(GridConfig):
     """Rungs of growing N, each trained on several D."""
 
     kind: str = "ladder"
-    sizes: list[Positive] = field(default_factory=list)  # target N; the nearest well-shaped model is used
-    tokens_per_parameter: list[Positive] | None = None  # D as multiples of N; exactly one of this and `tokens`
-    tokens: list[Count] | None = None  # D in tokens, rounded to whole steps
+    sizes: Distinct[Positive] = field(default_factory=list)  # target N; the nearest well-shaped model is used
+    tokens_per_parameter: Distinct[Ratio] | None = None  # D as multiples of N; exactly one of this and `tokens`
+    tokens: Distinct[Count] | None = None  # D in tokens, rounded to whole steps
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
         self.refuse_tokens(base)

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from ...train.config import ModelConfig, RunConfig
 from ...train.errors import UserError, counted
-from ...train.fields import Count, Positive
+from ...train.fields import Count, Distinct, Positive, Ratio
 from ...train.files import write_atomic
 from ...train.flops import count_parameters, flops_exact, training_flops_per_token
 from ..config import SweepConfig
@@ -59,8 +59,8 @@ class TuneGrid(GridConfig):
     """The runs of `isoflop tune`: settings at a few sizes, in rungs of growing D with fewer runs."""
 
     kind: str = "tune"
-    sizes: list[Positive] = field(default_factory=list)  # target N
-    tokens_per_parameter: list[Positive] = field(default_factory=list)  # of each rung, at least doubling
+    sizes: Distinct[Positive] = field(default_factory=list)  # target N
+    tokens_per_parameter: list[Ratio] = field(default_factory=list)  # of each rung, at least doubling
     flops_budget: Positive | None = None  # training FLOPs of all rungs; None: the cluster's, or from a probe
     span: Annotated[float, Meta(ge=1, le=1e4)] = 8.0  # the first rung's settings are within this factor of the base's
     max_steps: Count = 20_000  # of a run; smaller batches are not tried
@@ -70,7 +70,7 @@ class TuneGrid(GridConfig):
 
     def fill_budgets(self, budgets: list[float] | None, probed: Callable[[], list[float]]) -> None:
         if self.flops_budget is None:
-            self.flops_budget = sum(budgets or ()) or SIZES * sum(probed())
+            self.flops_budget = SIZES * sum(probed()) if budgets is None else sum(budgets)
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
         return self.rung_runs(base, tuner, 0, {})

@@ -22,6 +22,7 @@ from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.grid.isoflop import CurvesGrid, IsoflopGrid
 from isoflop.sweeps.grid.ladder import LadderGrid
 from isoflop.sweeps.grid.product import PointsGrid, ProductGrid
+from isoflop.sweeps.grid.tune import TuneGrid
 from isoflop.sweeps.grid.tuning import Tuner, TuningConfig
 from isoflop.sweeps.plan.trunks import Progress, merge_runs, own_flops, own_steps
 from isoflop.sweeps.results.finish import write_results
@@ -168,6 +169,8 @@ REFUSED = [  # numbers out of range: test_fields.py
     (LadderGrid(sizes=[1e4]), {}, "exactly one of them"),
     (LadderGrid(sizes=[1e4], tokens=[1], tokens_per_parameter=[1]), {}, "exactly one of them"),
     (LadderGrid(sizes=[], tokens=[1]), {}, "grid has no runs"),
+    (LadderGrid(sizes=[1e4, 2e4, 1e4], tokens=[1]), {}, "grid.sizes contains 10000.0 more than once"),
+    (LadderGrid(sizes=[1e4], tokens=[1], seeds=[0, 0]), {}, "grid.seeds contains 0 more than once"),
     (ProductGrid(axes={}), {"tokens": 1}, "grid.axes is empty"),
     (ProductGrid(axes=[1, 2]), {"tokens": 1}, "must map fields to values"),
     (ProductGrid(axes={"seed": [0]}), {}, "tokens is not set"),
@@ -208,6 +211,13 @@ REFUSED = [  # numbers out of range: test_fields.py
     (ladder(variants={"a": {"log_every": 5}}), {}, "grid.variants.a has the same run as base"),
     (GridConfig(kind="spiral"), {}, "one of adaptive, check, curves, isoflop, ladder, points, product, tune"),
 ]
+
+
+def test_an_empty_list_of_budgets_does_not_ask_for_a_probe() -> None:
+    for points in (IsoflopGrid(), TuneGrid(sizes=[1e4], tokens_per_parameter=[5.0])):
+        points.fill_budgets([], lambda: [1e12])
+        with pytest.raises(UserError, match=r"grid.budgets is \[\]; give a list|grid.flops_budget is 0"):
+            grid.expand_grid(points, base())
 
 
 def test_variants_have_the_points_and_seeds_of_the_base_and_their_own_runs() -> None:

@@ -16,6 +16,7 @@ from isoflop.sweeps.config import SweepConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.grid import extend
+from isoflop.sweeps.grid.doubts import doubts
 from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import SweepDirectory
@@ -83,6 +84,31 @@ def test_a_variant_is_any_set_of_overrides(data: DataConfig, tmp_path: Path) -> 
     assert {(run.run_id, run.variant) for run in reread.plan.runs} == {
         (run.run_id, run.variant) for run in prepared.plan.runs
     }
+
+
+DOUBTS = [
+    (["optimizer.learning_rate=1e12"], "optimizer.learning_rate is 1e+12; above 1, runs nearly always diverge"),
+    (["optimizer.weight_decay=1e30"], "optimizer.weight_decay times the learning rate is"),
+    (["grid.tokens_per_parameter=null", "grid.tokens=[1]"], "the shortest run makes 1 step"),
+    (["model.attention=mla", "model.kv_rank=1000"], "model.kv_rank is 1000; above model.width 8"),
+    (["model.width=65"], "model.width is 65, which no run has"),
+    (["model.heads=6", "model.kv_heads=2"], None),  # every size keeps three heads per key
+    (["data.validation_tokens=100000"], "fewer than data.validation_tokens 100,000"),
+    (["precision=fp16", "parallel.device=cpu"], "precision is fp16, which is slower than fp32 on a CPU"),
+    (["cluster.jobs=100000"], "cluster.jobs is 100000 and this machine has"),
+    (["fit.bootstrap=1"], "fit.bootstrap is 1; an interval needs at least 40"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "phrase"), DOUBTS, ids=[" ".join(overrides) for overrides, _ in DOUBTS])
+def test_a_setting_that_is_hardly_meant_gets_a_note(
+    overrides: list[str], phrase: str | None, data: DataConfig, tmp_path: Path
+) -> None:
+    config = configuration(data, tmp_path, "tuning=fixed", "data.validation_fraction=0.2", *overrides)
+    if "data.validation_tokens=100000" not in overrides:
+        config.data.validation_tokens = data.validation_tokens
+    notes = list(doubts(config, prepare.from_config(config).runs))
+    assert [phrase in note for note in notes] == [True] if phrase else notes == []
 
 
 def ids(prepared: Prepared) -> set[str]:
@@ -167,7 +193,7 @@ def test_settings_that_change_no_run_may_differ(shared_sweep: Prepared, data: Da
     replanned = prepare.from_config(configuration(data, shared_sweep.sweep.path.parent, *changes))
     assert prepare.conflict(replanned) is None
     assert ids(replanned) == ids(shared_sweep)
-    (note,) = [remark for remark in replanned.remarks if "bootstrap" in remark]
+    (note,) = [remark for remark in replanned.remarks if "bootstrap was" in remark]
     assert "evaluate.limit was 150 and is 7, fit.bootstrap was 1000 and is 7" in note
 
 

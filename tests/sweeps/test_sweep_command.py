@@ -284,6 +284,8 @@ BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.
     (["grid.variants={a:[model.foo=3]}"], "model.foo"),
     (["grid.variants={}"], "grid.variants is {}; it must map names, other than base, to overrides"),
     (["data=text", "data.path=/nonexistent/é"], "data.path is '/nonexistent/é'"),
+    (["data.path=[a,b]"], "data.path is a list; it must be one file, folder or glob"),
+    (["data.path=a,b"], "data.path=a,b has several values; it must be one file, folder or glob"),
     (["data.path=[é]"], "'data.path=[é]' cannot be read as FIELD=VALUE"),
     (["words"], "'words' cannot be read as FIELD=VALUE"),
     (["precision=fp8"], "precision is 'fp8'; it must be one of fp32, bf16"),
@@ -292,9 +294,13 @@ BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.
     (["parallel.micro_batch_size=3", "optimizer.batch_size=8"], "it must divide optimizer.batch_size 8: 1, 2, 4, 8"),
     (["model.window=65"], "model.window is 65; it must be 1 to data.sequence_length 64"),
     (["grid.stop_hopeless=true"], "grid.stop_hopeless is true"),
+    (["data.validation_tokens=1"], "data.validation_tokens is 1; it must be at least data.sequence_length 64"),
+    (["data.sequence_length=1"], "data.sequence_length is 1; it must be 2 or more"),
+    (["fit.targets=[1e15,1e15]"], "fit.targets contains 1000000000000000.0 more than once"),
     (["cluster.kind=cloud"], "it must be one of local, slurm"),
     (["sweep=a/b"], "sweep is 'a/b'"),
     (["sweep=.."], "sweep is '..'; it must be the name of one folder under output_root"),
+    (["sweep='<script>'"], "sweep is '<script>'; it must be the name of one folder"),
     (["sweep='a\nb'"], r"sweep is 'a\nb'; it must be the name of one folder"),
     ([f"sweep={'a' * 300}"], "at most 200 bytes"),
 ]
@@ -353,6 +359,18 @@ def test_an_empty_corpus_and_an_unreadable_line_are_refused(tmp_path: Path, caps
         assert code in (1, 2)
         assert message in captured.out + captured.err
         assert "Traceback" not in captured.out + captured.err
+
+
+def test_a_text_shorter_than_a_window_is_refused_before_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "short.txt").write_text("".join(f"{number}\n\n" for number in range(2000)))
+    options = ["data=text", f"data.path={path}", "data.tokenizer=bytes", "data.sequence_length=1024"]
+    assert sweep_main([*SMOKE, *options, "preflight=false", f"output_root={tmp_path / 'o'}"]) == 2
+    captured = capsys.readouterr()
+    assert "note: the held-out text has about 218 tokens, fewer than data.validation_tokens 16,384" in captured.out
+    assert "error: data.sequence_length is 1024; it must be at most" in captured.err
+    assert not list(tmp_path.glob("o/*/runs/*/log.txt"))
 
 
 MULTIRUNS = [

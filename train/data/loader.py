@@ -49,10 +49,6 @@ def permutation(seed: int, epoch: int, n: int) -> npt.NDArray[np.unsignedinteger
 
 def validation_windows(shards: Shards, sequence_length: int, max_tokens: int) -> npt.NDArray[np.int64]:
     """Return the held-out set, windows (n, T + 1): evenly spaced, with at most `max_tokens` targets together."""
-    if max_tokens < sequence_length:
-        raise UserError(
-            f"data.validation_tokens is {max_tokens}; it must be at least data.sequence_length {sequence_length}"
-        )
     windows = _windows(shards.validation, sequence_length, "validation")
     count = min(max_tokens // sequence_length, len(windows))
     return windows[np.arange(count) * len(windows) // count].astype(np.int64)

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from ..config import GROUPED_QUERY, ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from ..errors import UserError, counted
+from ..fields import UNIQUE
 from ..model.shape import micro_batches
 from ..optimizer.registry import OPTIMIZERS
 
@@ -28,6 +29,10 @@ def check_fields(config: Any, prefix: str = "") -> None:
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
             check_fields(value, f"{prefix}{name}.")
+        if isinstance(value, list) and UNIQUE in rules:
+            repeated = next((item for i, item in enumerate(value) if item in value[:i]), None)
+            if repeated is not None:
+                raise UserError(f"{prefix}{name} contains {repeated!r} more than once; its values must be different")
         verb = "contains" if isinstance(value, list) else "is"
         for item in value if isinstance(value, list) else [value]:
             if item is not None and (needed := _needed(item, rules)):
@@ -78,6 +83,8 @@ def validate(config: RunConfig) -> None:
                 "run's last one"
             )
     schedule, data, window = config.schedule, config.data, config.model.window
+    if (held_out := data.validation_tokens) < (length := data.sequence_length):
+        raise UserError(f"data.validation_tokens is {held_out}; it must be at least data.sequence_length {length}")
     if schedule.kind == "wsd" and schedule.warmup_max_share + schedule.decay_share > 1:
         raise UserError(
             f"schedule.decay_share is {schedule.decay_share}; with schedule.warmup_max_share "

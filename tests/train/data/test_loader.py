@@ -122,8 +122,3 @@ def test_a_corpus_too_small_for_a_window_is_refused(tokens: int) -> None:
         sentence = f"data.sequence_length is 128; .*{part}.* {tokens} tokens"
         with pytest.raises(UserError, match=sentence):
             cast(Any, ask)()
-
-
-def test_a_held_out_set_below_one_window_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data.validation_tokens is 100; .* 128"):
-        validation_windows(stream_of(NUMBERS), 128, 100)

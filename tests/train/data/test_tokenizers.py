@@ -316,3 +316,13 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused(tmp_path: Path, fields: di
     for ask in (planned_vocab_size, lambda config: load_tokenizer(config, None, tmp_path)):
         with pytest.raises(UserError, match=sentence):
             ask(DataConfig(**fields))
+
+
+def test_an_error_without_a_text_is_named_by_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **options: Any) -> None:
+        raise MemoryError
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("msgspec.json.decode", fail)
+    with pytest.raises(UserError, match=r"cannot be loaded \(MemoryError\)"):
+        planned_vocab_size(DataConfig(tokenizer=str(tmp_path)))
