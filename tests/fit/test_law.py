@@ -138,6 +138,9 @@ BAD = [
     (dict(weight=np.zeros(12)), "weight is zero in every row"),
     (dict(weight=[-1.0] + [1.0] * 11), "weight is -1 in row 0"),
     (dict(weight=np.r_[np.ones(5), np.zeros(7)]), "the table has 5 different points"),
+    (dict(weight=np.full(12, 1e160)), r"weight is 1e\+160 in row 0; it must be zero, or from 1e-60 to 1e\+60"),
+    (dict(loss=3.0 * (1 + 1e-8 * np.cos(N))), r"loss is 3 in every row \(relative differences up to 1e-06"),
+    (dict(loss=np.r_[2.5, np.full(11, 3.0)]), "loss has only 2 different values .* needs at least 5"),
 ]
 
 
