@@ -367,6 +367,14 @@ def test_a_law_that_bends_away_fails_its_backtest():
     assert mixed["ahead"][0]["factor"] == pytest.approx([10 / 3] * 6 + [10] * 6)
 
 
+def test_a_backtest_with_all_losses_inside_its_intervals_raises_no_alarm(analysis):
+    """Steps share runs, so errors of one sign are common even if the law is right."""
+    tested = analysis.backtest["tested"] | {"bias": [0.02, 0.01, 0.01]}
+    for inside in (0.95, 0.4):
+        judged = replace(analysis, backtest=analysis.backtest | {"tested": tested | {"inside": inside}})
+        assert ("backtest_outside" in {w.code for w in run_checks(judged)}) == (inside < 0.5)
+
+
 def test_forms_that_ask_for_other_sizes_are_named(monkeypatch, mixture_analysis):
     sizes = {"chinchilla": [1e9], "gamma": [2e9], "kaplan": [9e9]}
     monkeypatch.setattr(
