@@ -26,7 +26,7 @@ WIDE = 24  # characters of a default above which it stands behind the meaning
 
 
 def on_startup(**unused: Any) -> None:
-    """Make this checkout importable as `isoflop`, whatever the name of its folder, before plugins are set up."""
+    """Make this checkout importable as `isoflop` from a folder of any name, before plugins are set up."""
     (Path(LINKS.name) / "isoflop").symlink_to(CONF.parent)
     sys.path.insert(0, LINKS.name)
 

@@ -154,7 +154,7 @@ def _legend(ax: Axes, columns: int) -> Axes:
 def plot_contours(law: Law, N: Any = None, D: Any = None, loss: Any = None, ax: Axes | None = None) -> Axes:
     """Plot contours of the law's loss over (N, D), the runs, and the compute-efficient frontier.
 
-    The runs are columns (n,) or a table in place of N, by default those of the fit.
+    The runs are columns (n,) or a table instead of N, by default those of the fit.
     """
     need("law", law, "constants_", "a fitted law of N and D")
     if D is None or loss is None:

@@ -214,20 +214,13 @@ def read_table(
         raise InputError(f"{origin} has no rows; at least one run is needed.")
     if derive_d not in (None, "6nd"):
         raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or None is accepted.")
-    names = _resolve(header, columns or {}, origin)
+    names = _resolve(frame, header, columns or {}, origin)
     if "recipe" in names:
         frame = frame.assign(recipe=frame[names["recipe"]])
-    ids = names.get("run_id", "run_id")
-    if ids not in ("run_id", (columns or {}).get("run_id")) and frame.groupby(ids)[names["N"]].nunique().max() > 1:
-        del names["run_id"]  # a column `run` may number the seeds of every size
     rows = finished = _finished(frame, notes, origin)
     if "final" not in frame and "group" not in (columns or {}):
         frame, rows = _last_steps(frame, names, rows)
-    if len(rows) > MOST_RUNS:
-        raise InputError(
-            f"{origin} has {len(rows):,} rows of finished runs; at most {MOST_RUNS:,} can be fitted (to leave out "
-            "intermediate checkpoints, add a column final that is false for them)."
-        )
+    _check_count(len(rows), origin)
     part = frame.iloc[rows]
     # Line numbers of a file with a header, for errors.
     labels = list(part.index + (2 if isinstance(source, (str, Path)) else 0))
@@ -248,11 +241,7 @@ def read_table(
     if flops is None:
         flops = six_nd
         notes.append("FLOPs were not given and are taken as 6ND.")
-    run_id = part[names["run_id"]].astype(str).to_numpy() if "run_id" in names else np.arange(len(part)).astype(str)
-    group = run_id
-    if "group" in names:
-        named = part[names["group"]]
-        group = np.where(named.isna(), run_id, named.astype(str))
+    run_id, group = _identities(part, names)
     selected = _best(loss, drop_worst, notes)
     table = RunTable(
         N=N,
@@ -261,8 +250,8 @@ def read_table(
         loss_se=numbers("loss_se"),
         flops=flops,
         budget=numbers("budget"),
-        run_id=np.asarray(run_id, dtype=str),
-        group=np.asarray(group, dtype=str),
+        run_id=run_id,
+        group=group,
         weight=check_weights(numbers("weight") if "weight" in names else None, len(part), labels),
         frame=frame,
         rows=rows,
@@ -273,6 +262,23 @@ def read_table(
         earlier=len(finished) - len(rows),
     )
     return table.where(selected)
+
+
+def _check_count(runs: int, origin: str) -> None:
+    if runs > MOST_RUNS:
+        raise InputError(
+            f"{origin} has {runs:,} rows of finished runs; at most {MOST_RUNS:,} can be fitted (to leave out "
+            "intermediate checkpoints, add a column final that is false for them)."
+        )
+
+
+def _identities(part: pd.DataFrame, names: dict[str, str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row's run id and its group, by default the run; both (rows,)."""
+    run_id = part[names["run_id"]].astype(str).to_numpy() if "run_id" in names else np.arange(len(part)).astype(str)
+    if "group" not in names:
+        return np.asarray(run_id, dtype=str), np.asarray(run_id, dtype=str)
+    group = part[names["group"]]
+    return np.asarray(run_id, dtype=str), np.where(group.isna(), run_id, group.astype(str)).astype(str)
 
 
 def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], notes: list[str], name: str) -> Array:
@@ -358,7 +364,7 @@ def _averaged(frame: pd.DataFrame, source: Any) -> tuple[pd.DataFrame, list[str]
     return more, [note] if note else []
 
 
-def _resolve(exist: list[str], columns: Mapping[str, str], source: str) -> dict[str, str]:
+def _resolve(frame: pd.DataFrame, exist: list[str], columns: Mapping[str, str], source: str) -> dict[str, str]:
     if twice := sorted(name for name, times in Counter(exist).items() if times > 1):
         raise InputError(f"{source} has more than one column {twice[0]!r}; each name must occur once.")
     unknown = [name for name in columns if name not in ALIASES]
@@ -374,6 +380,9 @@ def _resolve(exist: list[str], columns: Mapping[str, str], source: str) -> dict[
             if len(exist) == 1 or (remedy.startswith("add one") and any(map(LOG_LINE.search, exist))):
                 raise InputError(f"{source} begins with {start!r} and not with a header like N,D,loss; give a {READ}.")
             raise InputError(f"{source} has no column {column or name!r}; it has {some(exist)} ({remedy}).")
+    ids = names.get("run_id", "run_id")
+    if ids not in ("run_id", columns.get("run_id")) and frame.groupby(ids)[names["N"]].nunique().max() > 1:
+        del names["run_id"]  # a column `run` may number the seeds of every size
     return names
 
 

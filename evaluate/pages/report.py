@@ -223,7 +223,7 @@ def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Diffe
 
 
 def is_right(item: Mapping[str, Any]) -> bool | None:
-    """Return whether an item was answered correctly; None if no metric says so, as for whole texts."""
+    """Return whether an item was answered correctly; None if no metric of the task tells, as for whole texts."""
     values = item.get("values") or {}
     names = [*VERDICTS, *sorted(name for name in values if name.startswith("exact_match"))]
     return next((values[name] >= 0.5 for name in names if is_number(values.get(name))), None)

@@ -78,7 +78,7 @@ class TaskLaw(Estimator):
         chance: float | None = 0.0,
         final: ArrayLike | None = None,
     ) -> Self:
-        """Fit both steps, task loss and accuracy, to n rows, or to a table with these columns in place of N.
+        """Fit both steps, task loss and accuracy, to n rows, or to a table with these columns instead of N.
 
         Parameters
         ----------

@@ -34,7 +34,7 @@ def cell_optima(
     Parameters
     ----------
     N, D, learning_rate, batch, loss
-        All runs, (n,) each, or a table in place of N; batch in tokens.
+        All runs, (n,) each, or a table instead of N; batch in tokens.
     method
         "near" (mean of the runs used) or "best" (lowest loss).
     within

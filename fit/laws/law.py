@@ -250,7 +250,7 @@ class Law(Estimator):
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         enough(np.unique(np.stack(inputs), axis=1).shape[1], self.problem_.free, self.title)
-        # Settings such as a learning rate are tried at few values, whatever the number of constants.
+        # Settings such as a learning rate are tried at few values, however many constants there are.
         need_uneven(self.output, observed, self.problem_.free if self.output == "loss" else 2)
 
     # Fitting.

@@ -136,11 +136,7 @@ def fit_table(
         result = write_results(SweepDirectory.open(table), targets=target_flops or None)
         output = table / "fit"
     else:
-        try:
-            runs = fit.read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
-        except fit.InputError as error:
-            flags = COLUMN.sub(lambda match: f"--column {match[1]}={shlex.quote(match[3])}", str(error))
-            raise UserError(flags.replace("derive_d='6nd'", "--derive-d 6nd")) from None
+        runs = _read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
         largest = float(max(runs.flops if convention == "table" else 6.0 * runs.N * runs.D))
         targets = tuple(target_flops or [largest * factor for factor in (10.0, 100.0, 1000.0)])
         analysis = fit.analyze(runs, targets, bootstrap, seed, law, convention, intervals)
@@ -152,6 +148,17 @@ def fit_table(
     show(result, as_json, lambda law: print_law(law, table.name))
     if output is not None and not as_json:
         print(f"report: {output / 'report.html'}")
+
+
+def _read_table(table: Path, **options: Any) -> Any:
+    """Call `fit.read_table`; errors name options of the command instead of arguments."""
+    from ... import fit
+
+    try:
+        return fit.read_table(table, **options)
+    except fit.InputError as error:
+        flags = COLUMN.sub(lambda match: f"--column {match[1]}={shlex.quote(match[3])}", str(error))
+        raise UserError(flags.replace("derive_d='6nd'", "--derive-d 6nd")) from None
 
 
 @app.command("compare")

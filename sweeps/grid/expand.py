@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from ...train.config import RunConfig, run_id
 from ...train.data.recipe import recipe
@@ -62,7 +63,7 @@ def expand_grid(
 def check_run(run: RunConfig, grid: GridConfig, rules: TuningConfig) -> None:
     """Validate a run. If its mesh cannot divide a batch that the rules choose, the error names tuning.min_batch."""
 
-    def refusal(**optimizer: int) -> UserError | None:
+    def refusal(**optimizer: Any) -> UserError | None:
         try:
             validate(replace(run, optimizer=replace(run.optimizer, **optimizer)))
         except UserError as error:

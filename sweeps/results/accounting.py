@@ -32,7 +32,7 @@ WORDS = {name: name for name in ("hung", "preempted", "cancelled", "diverged", "
 }
 
 SETTLED = 0.02  # share of the steps after which a run's speed counts: the first ones compile and fill caches
-SLOW = 1.5  # times slower than planned, from which users are told; chosen by hand
+SLOW = 1.5  # times slower than planned, from which status says it; chosen by hand
 
 Planned = dict[str, Any]  # a run of plan.json
 

@@ -69,7 +69,7 @@ class Attempt:
     share: Amount = 1.0  # of its process, which earlier versions divided between runs
     at_fault: tuple[str, ...] = ()  # nodes, where its ranks were on several
     budget: int = 0  # times that a user had asked for a retry before
-    cpu_seconds: Amount | None = None  # CPU time of its first rank; None: unknown, as of a process that was killed
+    cpu_seconds: Amount | None = None  # CPU time of its first rank; None: unknown, e.g. after a kill
 
     @property
     def paid(self) -> float:
