@@ -294,7 +294,7 @@ def grouped_losses(t: RunTable) -> Warnings:
 
 
 def _step(surface: Array, y: Array, higher: np.ndarray) -> tuple[float, float, np.ndarray]:
-    """Move a step in y to where it fits best, from a mask (n,). Returns its share of the residual variance, it, mask.
+    """Find the rows that a step lifts in y, from a first mask (n,). Returns its explained share, its size and the mask.
 
     The share is 0 for a step that the surface nearly explains.
     """
