@@ -23,8 +23,10 @@ INSIDE = 0.7
 HEAVY = 0.1  # weight from which a form of the mixture counts
 MANY_OUTLIERS = 0.05  # share of the runs from which outliers are assumed to have a common cause
 # Limits of a fit that are not faults come last.
-MILD: tuple[str, ...] = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncertain")
-MILD += ("dropped_worst", "logged_steps", "derived_d")
+MILD = (
+    "few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncertain", "dropped_worst", "logged_steps",
+    "derived_d",
+)  # fmt: skip
 
 
 def run_checks(a: Analysis) -> tuple[Warning, ...]:
