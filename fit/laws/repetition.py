@@ -57,8 +57,9 @@ def worth(v: Mapping[str, Any], x: Any, w: Any, repeats: Any) -> tuple[Any, Any]
 
 
 class RepetitionLaw(Law):
-    """L(N, D, U) = E + A / N'^alpha + B / D'^beta; see the module for N' and D'. U: unique tokens; U above D counts as D.
+    """L(N, D, U) = E + A / N'^alpha + B / D'^beta; see the module for N' and D'.
 
+    U: unique tokens; above D it counts as D.
     After `fit`: E_, A_, B_, alpha_, beta_, R_D_, R_N_; `degenerate_` has R_N if no run is too large for its unique
     tokens.
 
