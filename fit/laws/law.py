@@ -271,6 +271,9 @@ class Law(Estimator):
         names, columns = (*self.inputs, self.output), tuple(column for column in columns if column is not None)
         if len(columns) == 1 and not named and {"N", "D", "loss"} <= {*names}:
             columns = (as_table(columns[0]),)
+        if len(names) < len(columns) <= len(names) + 2:  # options by position
+            weight, loss_se = (*columns[len(names) :], loss_se)[:2]
+            columns = columns[: len(names)]
         options = {"weight": weight, "loss_se": loss_se, "flops": flops, "groups": groups}
         if columns and isinstance(columns[0], RunTable):
             options = columns[0].options | {name: value for name, value in options.items() if value is not None}
