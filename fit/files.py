@@ -98,8 +98,8 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
 
     Raises InputError if it does not fit, cannot be read, or has more than `largest` bytes.
     """
-    check_regular(path)
     try:
+        check_regular(path)
         if (size := path.stat().st_size) > largest:
             raise InputError(f"{path} has {size} bytes; it must have at most {largest}.")
         content = path.read_bytes()
