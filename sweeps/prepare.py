@@ -142,9 +142,9 @@ def from_disk(sweep: SweepDirectory, more: Sequence[RunConfig] = ()) -> Prepared
 
 def configuration(sweep: SweepDirectory) -> SweepConfig:
     """Return the configuration that a sweep was started with."""
-    recorded = sweep.settings().get("config") or {}
+    recorded = sweep.settings().get("config")
     config = from_mapping(recorded, sweep.path / "sweep.yaml")
-    if config.tuning.batch_tokens.k is not None and "min_batch" not in recorded.get("tuning", {}):
+    if config.tuning.batch_tokens.k is not None and "min_batch" not in (recorded or {}).get("tuning", {}):
         config.tuning.min_batch = config.parallel.dp  # earlier versions chose a multiple of parallel.dp
     folder = Path(os.path.abspath(sweep.path))  # the folder may have been moved, and `.` has no name
     config.output_root, config.sweep = str(folder.parent), folder.name
