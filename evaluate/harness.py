@@ -239,7 +239,10 @@ class CheckpointLM(TemplateLM):
 
 
 def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Request]:
-    """Split a text into lm-eval's windows: each has one token of context (first: `prefix`), the last as many as fit."""
+    """Split a text into lm-eval's windows, each after one token of context; that of the first window is `prefix`.
+
+    The last window, which is shorter, has as many tokens of context as fit.
+    """
     windows = get_rolling_token_windows(tokens, prefix, max_length, context_len=1)
     return [Request(*make_disjoint_window(window)) for window in windows]
 

@@ -94,7 +94,7 @@ def error_of_alike(count: int) -> float:
 
 
 def gold_bits_per_byte(log_probability: float, text: str) -> float:
-    """Convert a text's log-probability in nats to bits per UTF-8 byte. An answer includes the blank before it."""
+    """Convert a text's log-probability in nats to bits per UTF-8 byte; `text` includes the space before an answer."""
     return -log_probability / math.log(2) / len(text.encode("utf-8", errors="replace"))
 
 

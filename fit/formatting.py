@@ -33,7 +33,7 @@ def count(value: float | None, digits: int = 3) -> str:
 
 
 def scientific(value: float | None, digits: int = 3) -> str:
-    """Format FLOPs: 1.2e24, without a plus sign or padding zeros."""
+    """Format a number such as FLOPs as 1.2e24, without a plus sign or padding zeros; – if it is None or not finite."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value == 0:

@@ -156,9 +156,9 @@ def wild_targets(
     """Draw targets (n, rows) of a wild bootstrap: `fitted` plus residuals with one random sign per group.
 
     left_out (rows,): residuals of a fit without the row's group, which give the jackknife's covariance (MacKinnon and
-    White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). Their size varies at random as in
-    Student's t with `freedom` degrees. width: standard deviation of noise added for a nearly L1 objective (De Angelis,
-    Hall and Young 1993).
+    White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). Each draw scales all residuals by
+    sqrt(freedom / chi-square), so that draws spread as Student's t. width: standard deviation of noise added for a
+    nearly L1 objective (De Angelis, Hall and Young 1993).
     """
     check_resampling(n, seed)
     labels, member = np.unique(groups, return_inverse=True)

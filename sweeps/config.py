@@ -201,7 +201,7 @@ def grid_class(settings: Mapping[str, Any]) -> type[GridConfig]:
 
 
 def recorded(settings: Mapping[str, Any]) -> Recorded:
-    """Read the cluster, scoring, fit and tracker settings of any version's sweep.yaml. Raises UserError if invalid."""
+    """Read the cluster, scoring, fit and tracker settings in sweep.yaml of any version. Raises UserError if invalid."""
     try:
         result = msgspec.convert(settings.get("config") or {}, Recorded)
         check_fields(result, "config.")

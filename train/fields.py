@@ -32,5 +32,5 @@ def cosmetic(default: Any) -> Any:
 
 
 def later(default: Any) -> Any:
-    """Make a dataclass field added when runs had ids. Its default is not part of the identity: old ids stay valid."""
+    """Declare a config field that is newer than run ids: at its default it is left out of the id."""
     return field(default=default, metadata={"later": True})

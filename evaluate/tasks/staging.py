@@ -191,7 +191,7 @@ def _coqa(request: Row) -> Row:
 
 
 def _mbpp(request: Row) -> Row:
-    """Convert an MBPP request to a row, adding `shown_test`, the one test that its prompt shows."""
+    """Convert an MBPP request to a row of the staged data, adding `shown_test`, the one test in its prompt."""
     doc, context = request["doc"], request["request"]["context"]
     shown = next(test for test in doc["test_list"] if f"\n{test}\n```\n" in context)
     names = ("task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list")

@@ -113,7 +113,10 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
 
 
 def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Array]:
-    """Return the index of each run's budget, (n,), and the budgets in FLOPs, or bins if these are too few or many."""
+    """Return each run's budget as an index (n,), and the budgets in FLOPs.
+
+    If the table has too few or too many budgets, bins of FLOPs replace them.
+    """
     if 2 <= len(profiles.budgets_) <= MOST_BUDGETS:
         return profiles.labels_, profiles.budgets_
     labels = binned_levels(table.flops, COARSE_BIN)
@@ -261,6 +264,6 @@ def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, 
 
 
 def _logs(answers: dict[str, Array]) -> dict[str, Array]:
-    """Return exponents, log N and log D/N from `_answers`."""
+    """Return the exponents, log N and log D/N of the result of `_answers`, without its loss."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return {name: np.log(values) if name in SIZES else values for name, values in answers.items() if name != "loss"}

@@ -42,7 +42,7 @@ class ConventionRow:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the convention, and each approach's results at the first target, for JSON."""
+        """Return the convention, and each approach's results at the first target budget, for JSON."""
         shown = ("N", "D", "tokens_per_parameter", "loss", "N_ci", "tokens_per_parameter_ci")
         answers = {}
         for key, approach in self.approaches.items():

@@ -84,9 +84,9 @@ def form_named(name: str) -> Form:
 
 
 def declared(form: Form, sizes: int, has_drops: bool, fading: bool) -> dict[str, Constant]:
-    """Return the constants that curves of `sizes` sizes, with or without drops of the rate, can determine.
+    """Return the constants of `form` that loss curves of `sizes` model sizes can determine.
 
-    `fading` adds d.
+    Those of the learning rate's drops need `has_drops`; `fading` adds d, by which their gain changes in training.
     """
     constants = dict(TREND)
     if sizes > 1:

@@ -244,7 +244,7 @@ class ExpertLaw(Law):
         return math.prod((logs[axis] for axis in feature.strip("-")), start=scale)
 
     def _exponents(self, v: Mapping[str, Any], logs: Mapping[str, Any]) -> list[Any]:
-        """Return the log of each term of the law, from coordinates `v` by name and log inputs by axis, such as "N"."""
+        """Return the log of each term of the law, given coordinates `v` and log inputs, such as "N", by name."""
         if self._saturates:
             logs = {**logs, "E": saturated(logs["E"], v["E_start"], v["E_max"])}
         return [sum(v[name] * self._along(name, feature, logs) for name, feature in t.items()) for t in self._terms]

@@ -446,7 +446,7 @@ class Law(Estimator):
         return self.problem_.target - predicted[member, np.arange(len(member))]
 
     def _slopes(self, problem: Problem, theta: Array) -> Array:
-        """Return derivatives (rows, k) of log predictions by coordinates, at theta (k,), times sqrt(row's weight)."""
+        """Return the Jacobian (rows, k) of log predictions at coordinates theta (k,), each row times sqrt(weight)."""
         k = len(theta)
         _, cache = problem.form.value(np.broadcast_to(theta, (k, k)))
         return problem.form.along(cache, np.eye(k)).T * np.sqrt(self.weight_ * self._precision)[:, None]

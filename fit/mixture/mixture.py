@@ -500,7 +500,7 @@ def forecast(
 
 
 def _named(forms: Sequence[str | LossLaw]) -> dict[str, LossLaw]:
-    """Return laws by name, from laws of N and D and names of registered ones. Raises InputError for others."""
+    """Return laws by name; each of `forms` is a law of N and D or the name of one. Raises InputError for others."""
     defaults, laws = family(), {}
     for form in forms:
         law = form if not isinstance(form, str) else defaults[form] if form in defaults else law_class(form)()

@@ -70,7 +70,7 @@ def tune_command(
 ) -> None:
     """Find the constants of the `tuning` rules for a corpus and a family of models, and write them to tuning.yaml.
 
-    With --check, measure instead how much loss the settings of a finished sweep cost at its corners.
+    With --check, measure how much lower the losses of a finished sweep's corner runs are with other settings.
     """
     if check is None:
         raise typer.Exit(compose_and_conduct(["+grid=tune", *(overrides or [])]))

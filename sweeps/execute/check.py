@@ -48,7 +48,7 @@ def variants(run: RunConfig) -> list[dict[str, Any] | None]:
 
 
 def check_corners(sweep: SweepDirectory) -> int:
-    """Train the `variants` of a sweep's `corners`; write the corners' excess losses to untuned.csv and the report.
+    """Train a sweep's corner runs with other settings; write their loss above the best to untuned.csv and the report.
 
     Returns the exit code.
     """

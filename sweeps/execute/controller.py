@@ -192,7 +192,7 @@ Action = StartKeepers | StartWorkers
 
 
 def next_actions(tasks: Iterable[Task], jobs: Sequence[Job], limits: Limits) -> list[Action]:
-    """Return the jobs to start, the most important first.
+    """Return the jobs to start for `tasks` in addition to `jobs`, within `limits`, the most important first.
 
     Args:
         tasks: unfinished, in starting order.

@@ -294,7 +294,7 @@ def preflight_node(sweep: SweepDirectory, ranks: int = 1) -> None:
 
 
 def last_start(environment: Mapping[str, str]) -> float:
-    """Return the seconds from now after which a SLURM job should begin no task; inf without a time limit."""
+    """Return for how many more seconds a SLURM job may begin tasks; inf without a time limit."""
     # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
     seconds = job_seconds(environment)
     warning = min(MOST_WARNING, seconds / 2)

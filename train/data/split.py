@@ -117,9 +117,9 @@ def _has_few_documents(corpus: Corpus, fraction: float) -> bool:
 
 
 def _cells(text: str, size: int) -> list[tuple[int, int, int, int]]:
-    """Cut a text into cells, each around a block of about `size` characters; return their positions.
+    """Cut a text into consecutive cells: a block of about `size` characters, and a margin on both of its sides.
 
-    A cell is (start, block start, block end, end).
+    Returns (start, block start, block end, end) of each.
     """
     count = max(1, len(text) // (size + 2 * GAP))
     gap = GAP if count > 1 else 0

@@ -93,7 +93,7 @@ def read_failure(directory: Path) -> Failure | None:
 
 
 def parse_failure(values: dict[str, Any]) -> Failure:
-    """Make a failure from its fields, all optional; its cause is unknown if one is invalid."""
+    """Make a failure from its fields, all optional; if any field is invalid, the cause is unknown."""
     try:
         return msgspec.convert(values, Failure)
     except msgspec.ValidationError as error:

@@ -263,7 +263,7 @@ class GPT(nn.Module):
         return x * self.output_scale if self.output_scale != 1.0 else x
 
     def seen(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return a tuple of `Backend.seen`'s tensor for `tokens`; empty if a query sees all keys up to its own."""
+        """Return the tensor that limits each query's keys, as a tuple; () if a query sees all keys up to its own."""
         first = None if self.end_of_document is None else document_starts(tokens, self.end_of_document)
         seen = self.backend.seen(tokens, first, self.config.window, dtype)
         return () if seen is None else (seen,)

@@ -130,10 +130,10 @@ class Pipeline:
             meet(mesh, way, self.like.new_zeros(1))
 
     def step(self, rows: Sequence[Tensor], share: float, z_loss: float, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run forward and backward passes of micro-batches `rows`, tokens (n, T + 1), each `share` of the batch.
+        """Run forward and backward passes of micro-batches `rows`, tokens (n, T + 1), each a `share` of the batch.
 
-        Returns this rank's term () of the batch's mean loss, 0 except on the last stage. `scaled` multiplies a loss by
-        the loss scale.
+        Returns this rank's part of the batch's mean loss, a scalar, 0 except on the last stage. `scaled` multiplies a
+        loss by the loss scale.
         """
         lists = _schedule(self.name, self.mesh.pp, len(rows), len(self.gpt.chunks))
         actions, messages = lists[self.mesh.pp_rank], self._messages(lists, rows, patient=False)

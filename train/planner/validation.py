@@ -362,6 +362,6 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:
-    """Return as a text, ascending, the up to six numbers of `working` that are nearest to `value` by ratio."""
+    """List in ascending order at most six numbers of `working`, those nearest to `value` by ratio."""
     near = sorted(working, key=lambda number: max(number, value) / max(1, min(number, value)))[:6]
     return ", ".join(map(str, sorted(near)))
