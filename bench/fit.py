@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 
 from .. import fit
-from ..fit.uncertainty import identifiable_counts
+from ..fit.uncertainty import identifiable_counts, numbered
 from ..sweeps.plan.rates import processor_name
 from .timing import Row, timed_row
 
@@ -108,7 +108,13 @@ def _bootstrap(
     problem, points = law.problem_, np.stack([peer.N, peer.D])
     # The resamples that the law's own bootstrap draws.
     counts, _ = identifiable_counts(
-        np.arange(len(peer.N)), resamples, 0, points, law.weight_, problem.axes, problem.free
+        numbered(np.arange(len(peer.N)), *law.data_.values()),
+        resamples,
+        0,
+        points,
+        law.weight_,
+        problem.axes,
+        problem.free,
     )
     start = np.array([np.log(law.A_), np.log(law.B_), np.log(law.E_), law.alpha_, law.beta_])
     ours, theirs, reached = list[float](), list[float](), list[float]()

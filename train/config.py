@@ -170,7 +170,7 @@ class DataConfig:
     max_bytes: Count | None = None  # stop reading after this much UTF-8 text (required for hf)
     tokenizer: str = cosmetic("bytes")  # bytes | bpe (trained on the corpus) | path of a tokenizer.json
     vocab_size: Count9 = cosmetic(4096)  # bpe: size of the vocabulary to train; runs are identified by model.vocab_size
-    sequence_length: Annotated[int, Meta(ge=2, le=10**9)] = 128  # tokens of context, T
+    sequence_length: Count9 = 128  # tokens of context, T
     separate_documents: bool = False  # attention stays inside a document; False: it spans the whole window
     validation_fraction: Share = 0.02  # share of documents held out, chosen by a hash of their content
     validation_tokens: Count = 131072  # tokens of the fixed held-out set (fewer if the corpus has fewer)

@@ -28,6 +28,8 @@ def doubts(config: SweepConfig, runs: Sequence[RunConfig]) -> Iterator[str]:
         yield f"optimizer.weight_decay times the learning rate is {decay:.3g}; from 1 on, a step removes all weights"
     if (steps := min(run.steps for run in runs)) < FEW_STEPS:
         yield f"the shortest run makes {counted(steps, 'step')}, too few to train; use more tokens or smaller batches"
+    if data.sequence_length == 1:
+        yield "data.sequence_length is 1; a model without context only learns which token follows which"
     model = min((run.model for run in runs), key=lambda model: model.width)
     if model.latent > max(model.width, 4 * model.head_dim):
         yield f"model.kv_rank is {model.latent}; above model.width {model.width} a latent holds nothing more"

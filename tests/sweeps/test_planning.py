@@ -90,6 +90,7 @@ DOUBTS = [
     (["optimizer.learning_rate=1e12"], "optimizer.learning_rate is 1e+12; above 1, runs nearly always diverge"),
     (["optimizer.weight_decay=1e30"], "optimizer.weight_decay times the learning rate is"),
     (["grid.tokens_per_parameter=null", "grid.tokens=[1]"], "the shortest run makes 1 step"),
+    (["data.sequence_length=1"], "data.sequence_length is 1; a model without context"),
     (["model.attention=mla", "model.kv_rank=1000"], "model.kv_rank is 1000; above model.width 8"),
     (["model.width=65"], "model.width is 65, which no run has"),
     (["model.heads=6", "model.kv_heads=2"], None),  # every size keeps three heads per key

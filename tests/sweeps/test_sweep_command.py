@@ -295,7 +295,6 @@ BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.
     (["model.window=65"], "model.window is 65; it must be 1 to data.sequence_length 64"),
     (["grid.stop_hopeless=true"], "grid.stop_hopeless is true"),
     (["data.validation_tokens=1"], "data.validation_tokens is 1; it must be at least data.sequence_length 64"),
-    (["data.sequence_length=1"], "data.sequence_length is 1; it must be 2 or more"),
     (["fit.targets=[1e15,1e15]"], "fit.targets contains 1000000000000000.0 more than once"),
     (["cluster.kind=cloud"], "it must be one of local, slurm"),
     (["sweep=a/b"], "sweep is 'a/b'"),

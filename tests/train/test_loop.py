@@ -246,7 +246,7 @@ def test_what_does_not_fit_together_is_refused(config: RunConfig, tmp_path: Path
     with pytest.raises(UserError, match=r"model\.vocab_size is 300; the tokenizer 'bytes' has 256 tokens"):
         train(config, tmp_path / "run", report=lambda line: None)
     config.model.vocab_size = 256
-    config.data.sequence_length = 10**6
+    config.data.sequence_length = config.data.validation_tokens = 10**6
     with pytest.raises(UserError, match=r"data\.sequence_length is 1000000"):
         train(config, tmp_path / "run", report=lambda line: None)
     config.data.sequence_length, config.data.path = 16, str(tmp_path / "nowhere.txt")
