@@ -50,12 +50,10 @@ class Prepared:
 
     @property
     def directories(self) -> list[RunDirectory]:
-        """Return the run directories in the plan's order."""
         return [self.sweep.run(run.run_id) for run in self.plan.runs]
 
     @property
     def by_id(self) -> dict[str, RunConfig]:
-        """Return the run configs by id, in the grid's order."""
         return {run_id(run): run for run in self.runs}
 
 
@@ -82,7 +80,7 @@ def from_config(config: SweepConfig) -> Prepared:
 
 
 def conflict(prepared: Prepared) -> str | None:
-    """Return an error message if plan and folder have different runs that may not be merged, else None."""
+    """Return an error message if plan and folder do not have the same runs and must not be merged, else None."""
     sweep, planned = prepared.sweep, {run.run_id for run in prepared.plan.runs}
     if not (sweep.path / "plan.json").exists():
         return None
@@ -135,13 +133,12 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def from_disk(sweep: SweepDirectory, more: Sequence[RunConfig] = ()) -> Prepared:
-    """Plan the sweep of a folder, and the runs `more`, from its run configs."""
+    """Plan a sweep from the run configs in its folder, and `more` runs."""
     config = configuration(sweep)
     return _prepare(sweep, config, [*(run.config() for run in sweep.runs()), *more], matmul_rate(config, sweep))
 
 
 def configuration(sweep: SweepDirectory) -> SweepConfig:
-    """Return the configuration that a sweep was started with."""
     recorded = sweep.settings().get("config")
     config = from_mapping(recorded, sweep.path / "sweep.yaml")
     if config.tuning.batch_tokens.k is not None and "min_batch" not in (recorded or {}).get("tuning", {}):
@@ -172,7 +169,7 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
 def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
     """Return the matmul peak in FLOP/s of one core, or of one rank on slurm.
 
-    A core is probed once per sweep, so that a later start plans the same runs.
+    A core is probed once per sweep.
     """
     rate = config.cluster.flops_per_second
     if rate is not None:
@@ -237,7 +234,7 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
 
 @dataclasses.dataclass
 class TuningFile:
-    """The part of tuning.yaml, which `isoflop tune` writes, that a sweep reads."""
+    """The part of tuning.yaml that a sweep reads."""
 
     tuning: dict[str, Any]
     family: dict[str, Any]

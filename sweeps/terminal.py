@@ -14,7 +14,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def console() -> Console:
-    """Return a console; 160 columns wide without a terminal, because rich would cut tables to 80."""
+    """Return a console, 160 columns wide if the output is no terminal."""
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
@@ -57,7 +57,6 @@ def short(value: float) -> str:
 
 
 def describe_seconds(seconds: float) -> str:
-    """Format a duration in seconds, minutes or hours."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:

@@ -1,7 +1,6 @@
 """The complete description of one run: the dataclasses behind `conf/`, and a run's identity.
 
-A *cosmetic* field does not change the result (paths, number of ranks, how often to save). Every other field is part of
-the run's identity, so that a field left unmarked by mistake never gives a wrong match.
+A *cosmetic* field does not change the result (paths, number of ranks, how often to save). All others identify the run.
 """
 
 # ruff: noqa: RUF009  cosmetic() and later() make fields
@@ -100,7 +99,7 @@ class ModelConfig:
 
     @property
     def rope(self) -> RopeScaling | None:
-        """Scaling by the `rope_*` fields, as in Llama 3.1 or Peng et al. 2023, section 3.4; None if unset."""
+        """Rotary scaling of the `rope_*` fields: Llama 3.1, or Peng et al. 2023, section 3.4; None if unset."""
         if self.rope_scaling is None or self.rope_factor is None or self.rope_length is None:
             return None
         fast, amplitude = (32.0, 0.1 * math.log(self.rope_factor) + 1) if self.rope_scaling == "yarn" else (4.0, 1.0)
@@ -125,7 +124,7 @@ class ModelConfig:
 
     @property
     def cached(self) -> int:
-        """Numbers per token and block in the decoding cache: keys and values, or with MLA their latent vector."""
+        """Numbers per token and block in the decoding cache: keys and values, or with MLA latent and rotary key."""
         return self.latent + self.rotary if self.attention == "mla" else 2 * self.num_kv_heads * self.head_dim
 
     @property
@@ -205,7 +204,7 @@ class AverageConfig:
 
     @property
     def kept(self) -> list[float]:
-        """Spans of the averages, as shares of the steps so far; empty for kind "none"."""
+        """Spans of the weight averages, as shares of the steps so far; empty for kind "none"."""
         return [] if self.kind == "none" else [0.1] if self.spans is None else self.spans
 
 
@@ -252,7 +251,7 @@ class ParallelConfig:
 
     @property
     def label(self) -> str:
-        """A short name of the layout, such as "tp2 dp4 zero1"; empty for one rank."""
+        """Short name of the layout, such as "tp2 dp4 zero1"; empty for one rank."""
         if self.world_size == 1:
             return ""
         parts = [f"tp{self.tp}", f"dp{self.dp}"]
@@ -327,7 +326,10 @@ class RunConfig(Training):
 
 
 def identity(node: Any) -> dict[str, Any]:
-    """Return what identifies a run: a dict of its config, or of a group, without cosmetic and unset `later` fields."""
+    """Return the fields that identify a run, from its config or a group of it, as a dict.
+
+    Cosmetic fields are left out, and fields of later versions (`later`) at their default.
+    """
     result: dict[str, Any] = {}
     types = _types(node.__class__)
     for item in dataclasses.fields(node):
@@ -386,7 +388,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
 
 
 def drop_removed(values: Mapping[str, Any], removed: Mapping[str, tuple[Any, str]], prefix: str = "") -> dict[str, Any]:
-    """Return a nested config without the fields in `removed`, which has (accepted value, advice) by dotted name.
+    """Return a nested config without the fields in `removed`, which maps dotted names to (accepted value, advice).
 
     Raises UserError if such a field has another value. `prefix` is put before the names in `values`.
     """

@@ -1,8 +1,8 @@
 """The tune grid: Sobol points over learning rate, batch and weight decay at a few sizes, in rungs of growing D.
 
-Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) of a region instead of single settings, because the
-best settings move with D: a rung has half the runs of the previous one, in half the volume, around its best quarter.
-The result is tuning.yaml, which the next sweep reads.
+A rung has half the previous rung's runs, in half the volume, around the best quarter of them: successive halving
+(Jamieson and Talwalkar 2016, arXiv:1502.07943) of a region, because the best settings move with D. The result is
+tuning.yaml.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ OTHERS = ("base_depth", "min_steps")  # rules that the tune did not vary, copied
 
 
 class Settings(NamedTuple):
-    """The settings that a tune varies."""
-
     learning_rate: float
     batch: float  # tokens
     timescale: float  # of weight decay, tau = B / (eta lambda D), eta the rate of matrices
@@ -56,7 +54,7 @@ Tried = Mapping[tuple[int, int], Sequence[tuple[Settings, float]]]  # settings a
 
 @dataclass
 class TuneGrid(GridConfig):
-    """The runs of `isoflop tune`: settings at a few sizes, in rungs of growing D with fewer runs."""
+    """The runs of `isoflop tune`: each rung has longer and fewer runs than the rung before."""
 
     kind: str = "tune"
     sizes: Distinct[Positive] = field(default_factory=list)  # target N
@@ -76,7 +74,7 @@ class TuneGrid(GridConfig):
         return self.rung_runs(base, tuner, 0, {})
 
     def rung_runs(self, base: RunConfig, tuner: Tuner, rung: int, tried: Tried) -> Iterator[RunConfig]:
-        """Yield a rung's runs, with one seed, around the base run's settings or the previous rung's best in `tried`."""
+        """Yield a rung's runs, around the base run's settings (rung 0) or the previous rung's best ones in `tried`."""
         from scipy.stats import qmc
 
         count, half = self._runs_per_size(base) >> rung, math.log(self.span) * 0.5 ** (rung / 3)
@@ -109,7 +107,7 @@ class TuneGrid(GridConfig):
         return [architectures.nearest_model(base.model, size) for size in sorted(self.sizes)]
 
     def rung_tokens(self, base: RunConfig, model: ModelConfig, rung: int) -> int:
-        """Return the D that all runs of a model have in a rung, a multiple of every batch that may be tried."""
+        """Return the tokens per run of a model in a rung: a multiple of every batch that may be tried."""
         first, now = self.tokens_per_parameter[0], self.tokens_per_parameter[rung]
         unit = base.data.sequence_length * 3 * 2 ** math.ceil(math.log2(base.optimizer.batch_size * self.span))
         return max(1, round(first * count_parameters(model).N_active / unit)) * round(now / first) * unit
@@ -171,7 +169,7 @@ def settings_of(run: RunConfig) -> Settings:
 
 
 def tried_settings(sweep: SweepDirectory) -> Tried:
-    """Map (N, D) to (settings, loss) pairs of runs: the final loss, or the expected one if stopped as hopeless."""
+    """Map (N, D) to (settings, loss) of each run; the loss is an expected one if the run was stopped as hopeless."""
     tried: dict[tuple[int, int], list[Any]] = {}
     for run in members(sweep):
         summary = run.summary() if run.is_done() else None

@@ -1,8 +1,8 @@
 """Hyperparameters as functions of N and D: the rules of the `tuning` group. Pure.
 
-Rates are those at the base width and depth; `train/model/parametrization.py` scales them. A `PowerRule` can express
-published rules: Power Lines (Bergsma et al. 2025, arXiv:2505.13738), DeepSeek LLM (Bi et al. 2024,
-arXiv:2401.02954), Step Law (Li et al. 2025, arXiv:2503.04715).
+Rates are those at the base width and depth; `train/model/parametrization.py` scales them. Published rules fit
+`PowerRule`: Power Lines (Bergsma et al. 2025, arXiv:2505.13738), DeepSeek LLM (Bi et al. 2024, arXiv:2401.02954), Step
+Law (Li et al. 2025, arXiv:2503.04715).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIED = {*TUNED, *(f"model.{name}" for name in ("width", "depth", "heads", "kv_
 
 @dataclass
 class PowerRule:
-    """The rule k N^a D^b batch^c with exponents `N`, `D`, `batch`; D and the run's batch in tokens; k None: no rule."""
+    """The rule k N^a D^b batch^c, D and batch in tokens; `N`, `D` and `batch` hold the exponents. k None: no rule."""
 
     k: Positive | None = None
     N: Exponent = 0.0
@@ -103,7 +103,7 @@ class Tuner:
         return run
 
     def misses_batch(self, run: RunConfig) -> bool:
-        """Return whether a run's batch is more than 1.5 times off that of the batch rule."""
+        """Return whether a run's batch is over 1.5 times larger or smaller than the batch rule's."""
         target = power(self.rules.batch_tokens, count_parameters(run.model).N_active, self._span(run)[1], 1.0)
         if target is None or not self.rules.choose_batch:
             return False
@@ -116,10 +116,7 @@ class Tuner:
         return min(shortest, run.tokens), max(longest, run.tokens)
 
     def dialled(self, run: RunConfig) -> RunConfig:
-        """Return the run with width and heads that follow from its depth, if tuning.dial is set.
-
-        A missing D is set by tuning.tokens_per_parameter.
-        """
+        """Return the run with width and heads from its depth (tuning.dial), and a missing D by tokens_per_parameter."""
         model, tokens = run.model, run.tokens
         if self.rules.dial:
             model = architectures.of_depth(model)
@@ -134,10 +131,10 @@ def power(rule: PowerRule, N: float, D: float, batch: float) -> float | None:
 
 
 def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length: int) -> int:
-    """Return the sequences per step: that of 1, 2, 3, 4, 6, 8, ... nearest to the batch rule's.
+    """Return the sequences per step: the nearest of 1, 2, 3, 4, 6, 8, ... to the batch rule at N and D.
 
-    It is a multiple of rules.min_batch, and a run of `shortest` tokens keeps at least rules.min_steps steps, if that
-    allows. See Power Lines, section 4; Step Law, equation 1.
+    It is a multiple of rules.min_batch and, if that allows, leaves a run of `shortest` tokens rules.min_steps steps.
+    `length`: tokens of a sequence. See Power Lines, section 4; Step Law, equation 1.
     """
     target = power(rules.batch_tokens, N, D, 1.0)
     assert target is not None
@@ -150,7 +147,7 @@ def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length:
 
 
 def decaying_rate(optimizer: OptimizerConfig, width: int) -> float:
-    """Return the learning rate of the blocks' matrices; each step, weight decay shrinks them by this * weight_decay."""
+    """Return the learning rate of the blocks' matrices; weight decay shrinks them by rate * weight_decay each step."""
     if (own_rate := OPTIMIZERS[optimizer.kind].rate) is not None:
         return own_rate(optimizer)
     narrow = (optimizer.base_width / width) ** optimizer.width_exponent
@@ -176,13 +173,13 @@ def _model_key(run: RunConfig) -> str:
 
 
 def family(base: RunConfig) -> dict[str, Any]:
-    """Return the settings of a run that its whole grid shares; tuned rules hold only for these."""
+    """Return, by dotted name, the settings shared by all runs of a grid; tuned rules hold only for these."""
     shared = identity(base)
     flat = flatten({group: shared[group] for group in ("model", "data", "optimizer", "schedule")})
     return {name: value for name, value in flat.items() if name not in VARIED}
 
 
 def depends_on_D(rules: TuningConfig) -> bool:
-    """Return whether runs that differ only in D get different settings, and so share no trunk."""
+    """Return whether runs that differ only in D get different settings, and so cannot share steps."""
     rules_set = [rule for rule in vars(rules).values() if isinstance(rule, PowerRule) and rule.k is not None]
     return rules.timescale in rules_set or any(rule.D != 0.0 for rule in rules_set)

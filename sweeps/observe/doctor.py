@@ -58,8 +58,6 @@ STEP = re.compile(r"^step_(\d+)(\.request)?$")
 
 @dataclass
 class Fault:
-    """A fault of a sweep and its repair."""
-
     kind: str
     what: str  # description in one sentence
     where: Path
@@ -156,7 +154,10 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
 
 
 def _curves_apart(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Yield a note for each finished run whose normalised loss curve differs from those of runs with similar D/N."""
+    """Yield a note for each done run whose normalised loss curve differs from others of similar D/N.
+
+    Branches are skipped.
+    """
     from ... import fit
     from ..results.table import sweep_curves
 
@@ -202,7 +203,7 @@ def _nodes(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def lock_problem(folder: Path) -> str | None:
-    """Return why a file lock in `folder` keeps no other process out, or None if it does."""
+    """Return the problem if a file lock in `folder` does not exclude other processes, else None."""
     path = folder / ".doctor.lock"
     try:
         with path.open("w") as file:
@@ -282,7 +283,7 @@ def _is_table(path: Path) -> bool:
 
 
 def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
-    """Yield the faults of a run that no process trains; `deep` verifies checksums, `evaluated` expects scores."""
+    """Yield a run's faults unless a process trains it. `deep`: verify checksums. `evaluated`: scores are expected."""
     with suppress(Busy), hold_idle(run, policy):
         for check in (_config, _state, _leftovers, _lines):
             yield from check(run)
@@ -294,7 +295,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
-    """Yield a fault for each temporary file that a write interrupted long before `now` left in a folder."""
+    """Yield a fault for each old temporary file that an interrupted write left in a folder; `now`: current time."""
     for path in sorted(folder.glob(".*")):
         if not TEMPORARY.match(path.name):
             continue
@@ -308,7 +309,7 @@ def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
 
 
 def remove(path: Path) -> None:
-    """Move a file or folder of a sweep to the sweep's folder trash, under the same relative path."""
+    """Move a file or folder of a sweep to the sweep's `trash`, under the same relative path."""
     sweep = next(folder for folder in path.parents if (folder / "plan.json").exists())
     place = sweep / "trash" / path.relative_to(sweep)
     if os.path.lexists(place):
@@ -325,7 +326,7 @@ def unreadable(
     kind: str = "unreadable",
     repair: Callable[[], object] | None = None,
 ) -> Iterator[Fault]:
-    """Yield a fault if an existing file is no JSON of type `form`; `how` describes `repair` (by default `remove`)."""
+    """Yield a fault if a file exists but is not JSON of type `form`. `how` describes `repair` (default: `remove`)."""
     try:
         if path.exists():
             read_document(path, form)

@@ -23,7 +23,7 @@ LINES = 3  # newest lines per run if no run is named
 
 
 def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
-    """Print a run's log and its job's newest output; with `follow`, print new lines too until the run is over."""
+    """Print a run's log and its job's newest output; with `follow`, print both in full until the run is over."""
     (run,) = find_runs(sweep, [prefix])
     files = [run.path / "log.txt", *sorted(run.path.glob("log-rank*.txt"))]
     if follow:
@@ -45,7 +45,7 @@ def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
 
 
 def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
-    """Print the newest lines of running and failed runs; with `follow`, new lines until all are over."""
+    """Print the newest lines of running and failed runs; with `follow`, go on until all runs are over."""
     runs = members(sweep)
     states = {run.run_id: run.state().state for run in runs}
     shown = [run for run in runs if states[run.run_id] in ("running", "failed", "diverged")]
@@ -115,7 +115,10 @@ def _follow(
     files: Callable[[], Iterable[tuple[str, Path]]],
     from_start: bool = True,
 ) -> None:
-    """Print new (with `from_start`, all) lines of the (prefix, path) pairs in `files()` until runs end or Ctrl-C."""
+    """Print lines of the growing files that `files()` lists as (prefix, path), until all runs are over or Ctrl-C.
+
+    If `from_start` is False, skip the lines that exist at first.
+    """
     followers: dict[Path, Follower] = {}
     policy = Policy.of(cluster_of(sweep.settings()))
     with contextlib.suppress(KeyboardInterrupt):

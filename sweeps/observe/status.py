@@ -174,7 +174,7 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
 
 
 def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> None:
-    """Set in rows of running runs `forecast`, [final loss, low, high], and the note `left_band`; None in other rows."""
+    """Set in each row `forecast`, [final loss, low, high], and `left_band`, a warning; None for runs not running."""
     forecasts, outside = dict[str, list[float]](), dict[str, str]()
     if any(row["state"] == "running" and row["step"] for row in rows):
         from ..results.forecast import latest_forecasts
@@ -187,7 +187,7 @@ def _add_forecasts(sweep: SweepDirectory, rows: Iterable[Row], now: float) -> No
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
-    """Set `waits` (SLURM's reason, or None) and `suspended` in each row. Returns True if keepers are missing."""
+    """Set `waits` (SLURM's reason, or None) and `suspended` in each row. Returns True if keeper jobs are missing."""
     for row in rows:
         row |= {"waits": None, "suspended": False}
     if not (sweep.path / "jobs" / "launch.json").exists() or all(row["state"] not in OPEN for row in rows):
@@ -210,7 +210,7 @@ def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
 def sweep_eta(rows: Sequence[Row]) -> float | None:
     """Estimate the seconds until the last run ends, if as many run at once as now; None if no run is running.
 
-    Waiting runs take their estimated seconds times the slowdown of the others.
+    The planned seconds of waiting runs are scaled by `accounting.slowdown`.
     """
     unfinished = [row for row in rows if row["state"] in OPEN and not row["cancel_asked"]]
     slowdown, places, waiting = accounting.slowdown(rows), [], []
@@ -307,9 +307,9 @@ def _table(shown: list[Row], title: str, out: Console) -> Table:
 
 
 def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, int]]:
-    """Return the rows that fit, with their reasons, in `room` lines (None: all), and the number of others by state.
+    """Return the rows whose lines, with reasons, fit in `room` (None: all), and the number of hidden rows by state.
 
-    If the rows of running and failed runs do not fit, failed and diverged runs get at least half the room.
+    Failed and diverged runs get at least half of the room if they need it.
     """
     shown = list(rows)
     for state in FOLDED:

@@ -21,7 +21,7 @@ ROWS = 12  # most rows of the table
 
 
 def read_run(path: Path) -> RunConfig:
-    """Read the config of a run directory, or a config.yaml."""
+    """Read a run's config from its directory or its config.yaml."""
     file = path / "config.yaml" if path.is_dir() else path
     remedy = "give a run directory, or the config.yaml of a run"
     config = from_dict(RunConfig, read_document(file, dict[str, Any], remedy=remedy))
@@ -32,7 +32,7 @@ def read_run(path: Path) -> RunConfig:
 
 
 def ways_to_dict(ways: list[Way]) -> dict[str, Any]:
-    """Convert ranked ways to train a run: `considered` has all, best first; `chosen` is the best, None if none fits."""
+    """Convert ways to train a run to a dict: `considered` has all, best first; `chosen` the best, None if none fits."""
     ranked = [
         {name: getattr(way.parallel, name) for name in (*SETTINGS, "sequence_parallel")}
         | {"fits": way.fits, "verdict": _verdict(way, ways[0]), "seconds": way.seconds}

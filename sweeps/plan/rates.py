@@ -49,8 +49,6 @@ class RatesFile(TypedDict):
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured rate of one run."""
-
     run_id: str
     kind: str  # see `kind_of`
     width: int
@@ -65,9 +63,9 @@ class Calibration:
     rates: Mapping[str, Mapping[int, tuple[float, int]]] = field(default_factory=dict)
 
     def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float:
-        """Estimate the FLOP/s of a run, interpolated log-log between measured widths.
+        """Estimate the FLOP/s of runs of a kind (see `kind_of`), interpolated log-log between measured widths.
 
-        Outside of these, or if there are none, the rate follows `assumed`, a function of the width.
+        Outside the measured range, scale `assumed`, the rate by width, to the nearest measurement, if any.
         """
         measured = self.rates.get(kind)
         if not measured:
@@ -83,13 +81,13 @@ class Calibration:
         return math.exp((1 - part) * math.log(measured[below][0]) + part * math.log(measured[above][0]))
 
     def runs(self, kinds: Collection[str]) -> int:
-        """Return the number of measured runs of these kinds together, or 0 if one kind has none."""
+        """Count the measured runs of all these kinds; return 0 if any kind has none."""
         counts = [sum(count for _, count in self.rates.get(kind, {}).values()) for kind in kinds]
         return sum(counts) if all(counts) else 0
 
 
 def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int) -> str:
-    """Return the key of calibration.json for the settings, other than width, that determine a run's speed."""
+    """Return the key in calibration.json for settings under which runs of equal width are equally fast."""
     return f"{precision}, {mesh or 'one rank'}, {batch_tokens} tokens a step in sequences of {sequence_length}"
 
 
@@ -98,7 +96,7 @@ def run_kind(run: RunConfig) -> str:
 
 
 def place_of(cluster: ClusterConfig, threads: int) -> str:
-    """Return the key of calibration.json for the machine or SLURM partition where a cluster's runs train."""
+    """Return the key in calibration.json for the machine or SLURM partition that trains a cluster's runs."""
     has = counted(cluster.gpus_per_job, "GPU") if cluster.gpus_per_job else counted(threads, "thread")
     if cluster.kind == "slurm":
         only = f" {cluster.constraint}" if cluster.constraint else ""
@@ -129,7 +127,7 @@ def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
 
 
 def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibration:
-    """Return the rates in a sweep's plan.json; for kinds of run that are not there, return those of past sweeps."""
+    """Return the rates in a sweep's plan.json, and those of past sweeps for other kinds of run."""
     # If a sweep's own measurements replaced its estimates, the report could not tell how wrong these were.
     planned = (read_json(folder / "plan.json", PlanFile) or {}).get("rates") or {}
     fixed = {
@@ -139,7 +137,7 @@ def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibrati
 
 
 def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
-    """Add measured rates to calibration.json. Returns a sentence if there is a problem, else None."""
+    """Add rates measured at `place` (see `place_of`) to calibration.json. Returns a message if there is a problem."""
     from filelock import FileLock, Timeout  # slow to import, and status needs no lock
 
     measured, file = list(measured), _file()
@@ -176,15 +174,16 @@ def _file() -> Path:
 
 @dataclass(frozen=True)
 class Places:
-    """How many jobs run at once, and the resources of each."""
-
     jobs: int  # at a time
     threads: int  # per rank
     flops_per_second: float  # matrix-product peak of a job, all its ranks together
 
 
 def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
-    """Return how many jobs of `ranks` ranks run at once, and their resources; `rate`: peak FLOP/s of a core or rank."""
+    """Return how many jobs of `ranks` ranks run at once, and their resources.
+
+    `rate`: peak FLOP/s of a core or, on SLURM, of a rank.
+    """
     if cluster.kind == "slurm":
         return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
     cores = usable_cores()
@@ -219,7 +218,7 @@ def core_flops_per_second(seconds: float = 0.4) -> float:
 
 
 def half_speed_width(cluster: ClusterConfig) -> float:
-    """Return the assumed width at which training reaches half of the matmul peak."""
+    """Return the width at which training is assumed to reach half of the matmul peak."""
     return 512.0 if cluster.gpus_per_job > 0 else 96.0
 
 
@@ -232,7 +231,10 @@ def fill_budgets(grid: GridConfig | None, cluster: ClusterConfig, rate: float) -
 
 
 def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed: float) -> list[float]:
-    """Return FLOP budgets whose isoFLOP grid takes about `minutes` on `jobs` cores with this `half_speed_width`."""
+    """Return FLOP budgets for an isoFLOP grid of about `minutes` on `jobs` cores.
+
+    `half_speed`: see `half_speed_width`.
+    """
     rate = flops_per_second * jobs * TYPICAL_WIDTH / (TYPICAL_WIDTH + half_speed)
     smallest = rate * minutes * 60 / (SIZES * sum(LADDER))
     # Rounded to a power of two, so that repeated probes and equal machines nearly always plan the same runs.

@@ -118,7 +118,7 @@ def wall_clock(runs: Sequence[PlannedRun], places: int) -> float:
 
 
 def plan_remarks(plan: Plan) -> list[str]:
-    """Return a remark on the run with most steps if they are very many, else []."""
+    """Return a remark if the run with most steps has very many, else []."""
     longest = max(plan.runs, key=lambda run: run.steps)
     if longest.steps <= MANY_STEPS:
         return []
@@ -158,7 +158,7 @@ def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | N
 
 
 def _with_overhead(run: PlannedRun) -> PlannedRun:
-    """Add the overhead of its steps, which dominates small models, to the estimate of a run on CPUs."""
+    """Add an overhead per step, which dominates small models, to the time estimate of a run on CPUs."""
     overhead = (STEP_SECONDS + EXCHANGE_SECONDS * (run.shape.ranks - 1)) * (run.steps - run.first_step)
     return replace(run, estimated_seconds=run.estimated_seconds + overhead)
 

@@ -35,7 +35,7 @@ class NotThere(UserError):
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run on disk that `merge_runs` needs; the default is a run that has not started."""
+    """A run's state on disk; by default, of a run that has not started."""
 
     fixed: bool = False  # done, queued or running: its config.yaml must not change
     step: int = 0  # no further checkpoint will be saved at or before this step
@@ -96,17 +96,17 @@ def own_steps(run: RunConfig) -> int:
 
 
 def own_flops(run: RunConfig) -> float:
-    """Return the training FLOPs (exact convention) of a run without its trunk's steps."""
+    """Return the training FLOPs (exact convention) of a run's own steps, without its trunk's."""
     return flops_exact(run) / run.steps * own_steps(run)
 
 
 def trained_flops(runs: Sequence[RunConfig]) -> float:
-    """Return the training FLOPs of all runs together; steps that they can share count once."""
+    """Return the total training FLOPs of runs; steps that they can share count once."""
     return sum(map(own_flops, merge_runs(runs).runs))
 
 
 def steps_between(run: RunConfig, every: int | None) -> list[int]:
-    """Return the multiples of `every` among a run's own steps, but the last, at which it is scored too; [] for None."""
+    """Return the multiples of `every` among the steps that a run trains itself, without its last; [] for None."""
     if every is None:
         return []
     first = 0 if run.parent is None else trunk_steps(run)
@@ -114,7 +114,7 @@ def steps_between(run: RunConfig, every: int | None) -> list[int]:
 
 
 def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig]:
-    """Return the runs, set to keep the checkpoints of `steps_between` too."""
+    """Return the runs, set to keep checkpoints at `steps_between` too."""
     result = []
     for run in runs:
         if steps := steps_between(run, every):
@@ -125,7 +125,7 @@ def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig
 
 
 def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
-    """Return why a run cannot branch at step `begin`; `alike`: a longer run has the same steps until then."""
+    """Return why a run cannot branch at step `begin`; `alike`: some longer run takes the same steps up to it."""
     schedule = run.schedule
     if alike:
         return "the possible trunk is past the step where they would begin, and has kept no checkpoint of it"
@@ -178,7 +178,7 @@ def has_checkpoint(run: RunDirectory, step: int) -> bool:
 
 
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
-    """Copy or link the trunk's checkpoint at which a branch begins; the caller holds the branch's lock.
+    """Link or copy into a branch the trunk's checkpoint where the branch begins; the caller holds the branch's lock.
 
     Returns:
         A line for the log, or None if the branch already has this checkpoint or a later one.

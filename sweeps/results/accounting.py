@@ -39,8 +39,6 @@ Planned = dict[str, Any]  # a run of plan.json
 
 @dataclass
 class _Entry:
-    """A run with its attempts and result."""
-
     run: RunDirectory
     planned: Planned
     history: list[Attempt]
@@ -50,13 +48,13 @@ class _Entry:
 
     @property
     def own_steps(self) -> tuple[int, int]:
-        """Return the first and last step that the run trained itself; the first step twice if it is not done."""
+        """Return the steps at which the run's own training begins and ends; if not done, it ends where it begins."""
         first = self.planned.get("first_step", 0)
         return first, first if self.result is None else self.planned["steps"]
 
 
 def account(sweep: SweepDirectory) -> dict[str, Any]:
-    """Compute the content of costs.json from a sweep's present state, and from SLURM's records if it runs there.
+    """Compute the content of costs.json from a sweep's files and, on SLURM, its job records.
 
     Each cost has device-hours, dollars (None without a price of a GPU-hour), and FLOPs (exact convention).
     """
@@ -114,9 +112,9 @@ def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
 
 
 def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int = 0) -> list[Counter[str]]:
-    """Return the lost steps of each attempt of a run (oldest first), counted by cause.
+    """Count the lost steps of each attempt of a run (oldest first), by cause.
 
-    The run branches from its trunk at step `begins`; branches of this run depend on its steps up to `served`.
+    `begins`: step at which the run leaves its trunk. `served`: last step at which a done branch leaves this run.
     """
     lost: list[Counter[str]] = [Counter() for _ in history]
     spans = [(attempt.first_step, attempt.last_step) for attempt in history]
@@ -198,7 +196,7 @@ def _slurm_hours(sweep: SweepDirectory, entries: Iterable[_Entry], cluster: Mapp
 
 
 def planned_seconds(planned: Planned) -> float:
-    """Return a run's planned seconds; in older plans, its share of the total of a group trained together."""
+    """Return a run's planned seconds; in older plans, its share of a group trained together."""
     return float(planned.get("paid_seconds") or planned["estimated_seconds"])
 
 
@@ -214,16 +212,17 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
 
 
 def _cpu_share(entries: Iterable[_Entry]) -> float | None:
-    """Return which share of the core-hours was CPU time; the rest waited for other processes. None: not recorded."""
+    """Return the share of core-hours that was CPU time, not waiting for other processes; None if not recorded."""
     attempts = [(attempt, entry.planned["shape"]["cpus"]) for entry in entries for attempt in entry.history]
     known = [(attempt.cpu_seconds, attempt.paid * cores) for attempt, cores in attempts if attempt.cpu_seconds]
     return sum(cpu for cpu, _ in known) / max(1e-9, sum(paid for _, paid in known)) if known else None
 
 
 def slowdown(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Return the median of actual over planned seconds of done runs and, by their speed, of running ones; else 1.
+    """Return the median of actual / planned seconds over done and well-advanced running runs; 1 without any.
 
-    A row has a run's fields of plan.json, its state, step and tokens_per_s, and the seconds of its attempts.
+    The actual seconds of a running run follow from its speed. A row has a run's fields of plan.json, its state, step
+    and tokens_per_s, and the seconds of its attempts.
     """
     ratios = []
     for row in (row for row in rows if row["estimated_seconds"]):
@@ -239,9 +238,9 @@ def describe_slowdown(ratio: float) -> str:
 
 
 def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[int, dict[str, float]]]:
-    """Return actual over estimated training time: of all finished runs (None without any), and by width.
+    """Return actual / estimated training time: of all done runs together (None without any), and the median by width.
 
-    Repeated steps do not count. `low` and `high` are the quartiles of the runs' ratios.
+    Repeated steps do not count. `low` and `high` are quartiles over runs.
     """
 
     def error(ratios: Sequence[float], ratio: float) -> dict[str, float]:

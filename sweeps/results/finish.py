@@ -51,7 +51,7 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, for
 
     Args:
         targets: FLOP budgets to extrapolate to; None: those of the sweep's config.
-        force: Write the results again even if they are up to date.
+        force: Write even what is up to date.
 
     Raises:
         UserError: no run is done.
@@ -142,7 +142,7 @@ def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
 
 
 def measured_rates(sweep: SweepDirectory) -> list[Measured]:
-    """Return the measured FLOP/s of finished runs, except short ones and earlier versions' ensembles."""
+    """Return the FLOP/s of finished runs, except short ones and groups that earlier versions trained together."""
     rates = []
     for planned in sweep.plan()["runs"]:
         run = sweep.run(planned["run_id"])
@@ -234,7 +234,7 @@ def print_comparisons(comparisons: list[dict[str, Any]]) -> None:
 
 
 def _with_interval(item: dict[str, Any], key: str, form: Callable[[float], str] = short) -> str:
-    """Format item[key] and the interval that item has for it, if any; a bound of None means infinity."""
+    """Format item[key] with its interval, if any; a bound of None means infinity."""
     form, interval = "{:.3f}".format if key == "loss" else form, item.get(f"{key}_ci")
     if item[key] is None:
         return "–"

@@ -65,8 +65,6 @@ class Latest(TypedDict):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a finished run."""
-
     run_id: str
     N: int
     D: int
@@ -75,10 +73,10 @@ class Outcome:
 
 
 def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, str]]:
-    """Forecast the final losses of running runs. Returns the forecasts, and by run id why others have none.
+    """Forecast the final losses of running runs. Returns the forecasts, and the reasons for missing ones by run id.
 
-    Smoothed training losses are extrapolated, and multiplied by the ratio of held-out to training loss at the end of
-    finished runs.
+    Smoothed training losses are extrapolated, and multiplied by the mean ratio of held-out to training loss at the end
+    of finished runs.
     """
     from ... import fit
 
@@ -120,9 +118,9 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
 
 
 def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return forecasts [loss, low, high] at most a minute old, and notes on suspicious runs, both by run id.
+    """Return forecasts [loss, low, high] at most a minute old, and warnings, both by run id.
 
-    A run gets a note if its newest forecast is outside the interval of its first one.
+    A run gets a warning if its newest forecast is outside the interval of its first one.
     """
     path = sweep.path / "forecast.json"
     latest = read_json(path, Latest)
@@ -196,7 +194,7 @@ def _best_size(sweep: SweepDirectory, target: str) -> tuple[float, float]:
 
 
 def seal(sweep: SweepDirectory, forecasts: list[Forecast]) -> list[Forecast]:
-    """Save forecasts, each with the date and its hash. Returns them with these fields."""
+    """Save forecasts with date, version, hashes of inputs, and digest. Returns them with these fields."""
     files = [sweep.path / name for name in ("table.csv", "curves.csv")]
     inputs = {path.name: file_sha256(path) for path in files if path.exists()}
     made, sealed = _as_date(now_on(sweep.path)), []
@@ -242,10 +240,10 @@ def _sealed(sweep: SweepDirectory) -> list[Forecast]:
 
 
 def ledger(sweep: SweepDirectory) -> list[dict[str, Any]]:
-    """List the sealed forecasts, oldest first; if known, `outcome` is the run's result, `error` forecast / loss - 1.
+    """List the sealed forecasts, oldest first, as dicts with four more fields, each None if unknown.
 
-    `inside` says whether the loss is in the interval. `fault` is the reason why a forecast does not count: altered, or
-    sealed after the run had ended.
+    `outcome`: the run's result; `error`: forecast / loss - 1; `inside`: whether the loss is in the interval; `fault`:
+    why the forecast does not count (altered, or sealed after the run had ended).
     """
     rows = []
     for forecast in _sealed(sweep):

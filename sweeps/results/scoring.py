@@ -34,7 +34,7 @@ def is_scored(run: RunDirectory, settings: dict[str, Any]) -> bool:
 
 
 def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
-    """Return the steps at which a finished run is to be scored: its last, after the saved ones of `steps_between`."""
+    """Return the steps at which to score a finished run: the checkpoints at `steps_between`, then its last step."""
     last = (run.summary() or {}).get("step")
     steps = steps_between(run.config(), settings["every"]) if settings.get("every") is not None else []
     saved = [step for step in steps if has_checkpoint(run, step)]
@@ -53,7 +53,6 @@ def _request(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_evaluator(settings: dict[str, Any], say: Callable[[str], None]) -> Evaluator:
-    """Return an evaluator with a sweep's `evaluate` settings."""
     from ...evaluate.checkpoint import Evaluator
     from ...evaluate.tasks.tasks import load_suite
 
@@ -66,7 +65,7 @@ def open_evaluator(settings: dict[str, Any], say: Callable[[str], None]) -> Eval
 
 
 def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluator) -> None:
-    """Score a run's checkpoints that have no scores yet, and write eval/step_<n>.json."""
+    """Score a run's checkpoints at `wanted_steps` that have no scores yet, and write eval/step_<n>.json."""
 
     def log_step(step: int, line: str) -> None:
         run.log(f"step {step}: {line}")
@@ -107,7 +106,7 @@ def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
 
 
 def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
-    """Map ids of finished runs to the last checkpoint's scores of each task item; runs without these are left out."""
+    """Map ids of finished runs to their last checkpoint's scores of single task items; omit runs without these."""
     from ...evaluate.pages.paired import answers_of
     from ...evaluate.records import items_path, read_items
 

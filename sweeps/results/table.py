@@ -66,13 +66,13 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
 
 
 def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add fingerprints to the names of recipes that share a name but differ."""
+    """Append fingerprints to the names of different recipes that share a name."""
     names = _told_apart(rows, "recipe", "recipe_fingerprint")
     return [row | {"recipe": name} for row, name in zip(rows, names, strict=True)]
 
 
 def name_texts_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put the corpus before the recipe's name if held-out texts differ, because `fit` fits each recipe separately."""
+    """Prefix recipe names with the corpus if held-out texts differ, so that `fit` fits each text separately."""
     if len({row["held_out"] for row in rows}) < 2:
         return rows
     corpora = _told_apart(rows, "corpus", "held_out")
@@ -80,7 +80,7 @@ def name_texts_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _told_apart(rows: list[dict[str, Any]], name: str, digest: str) -> list[str]:
-    """Return the names in column `name`, followed by the digest where rows of one name have several digests."""
+    """Return each row's value in column `name`, followed by its digest if that name has several digests."""
     digests: dict[str, set[str | None]] = {}
     for row in rows:
         digests.setdefault(row[name], set()).add(row[digest])
@@ -189,9 +189,9 @@ def write_curves(sweep: SweepDirectory) -> pd.DataFrame:
 def sweep_curves(sweep: SweepDirectory, only: Container[str] | None = None) -> pd.DataFrame:
     """Return the loss curves of a sweep's runs: a row per run and step.
 
-    Has all validated steps of a run and about CURVE_ROWS others, evenly spread; a branch has its trunk's steps too.
-    Columns: `lr`, `batch` in sequences, `N` as in the table, `loss` (smoothed training loss), `val_loss` (empty if the
-    step was not validated), and val_loss_ema_0.1 and others for averages of the weights.
+    A run has all its validated steps and about CURVE_ROWS others, evenly spread; a branch has its trunk's steps too.
+    Columns: `lr`, `batch` in sequences, `N` as in the table, `loss` (smoothed training loss), `val_loss` (empty if not
+    validated), and val_loss_ema_0.1 and others for averages of the weights.
 
     Args:
         only: Ids of the runs to return; None: all runs of the plan.

@@ -1,7 +1,7 @@
 """Send a sweep to wandb: the lineage of its runs, its results as a separate run, and runs tracked offline.
 
-Runs are sent from isoflop's own files from the server's last step on, so that nothing is sent twice. `wandb sync`
-(0.31) is not used: it stops at the torn file of a killed attempt, and waits forever for a silent server.
+Runs are sent from isoflop's files, from the server's last step on. `wandb sync` (0.31) is not used: it stops at the
+torn file of a killed attempt, and waits forever for a silent server.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def note_lineage(run: RunDirectory, config: RunConfig) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _code(sweep: Path, written: int) -> dict[str, Any]:
-    """Return the version of the code that planned a sweep. `written`, the time of sweep.yaml, renews the cache."""
+    """Return the version of the code that planned a sweep; cached until `written`, the time of sweep.yaml, changes."""
     settings = SweepDirectory(sweep).settings()
     return {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty")}
 
 
 def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, **changes: Any) -> None:
-    """Send the laws, the report, the table and all scores to wandb as a separate run; nothing if tracker=none.
+    """Send laws, report, table and all scores to wandb as a separate run, unless tracker=none or nothing has changed.
 
-    A failure is one line for `report`, not an error. `changes` override the tracker's settings.
+    `report` gets a line about a failure, which is not raised. `changes` override the tracker's settings.
     """
     try:
         written = sweep.settings()
@@ -113,7 +113,6 @@ def _artifact(sweep: SweepDirectory) -> Any:
 
 
 def results_id(sweep: SweepDirectory) -> str:
-    """Return the wandb id of this sweep's results."""
     written = sweep.settings()
     about = [str(sweep.path.resolve()), str(written.get("host")), str(written.get("written"))]
     return "fit-" + hashlib.sha256("\n".join(about).encode()).hexdigest()[:10]
@@ -160,7 +159,6 @@ def score_rows(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[An
 
 
 def _digest(sweep: SweepDirectory) -> str:
-    """Hash law.json and table.csv."""
     files = (sweep.path / "fit" / "law.json", sweep.path / "table.csv")
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
@@ -197,7 +195,7 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
 
 
 def _send(run: RunDirectory, folder: str) -> bool:
-    """Send a run to wandb, whose files go to `folder`. Returns False if it is unfinished or locked by its worker."""
+    """Send a run to wandb; wandb's files go to `folder`. Returns False if the run is unfinished or locked."""
     if run.state().state in OPEN:
         return False
     config = run.config()

@@ -1,7 +1,7 @@
 """Attempts at a run, and whether another follows.
 
-- Failures that are not the run's own fault are retried within a budget per run and one per sweep, after a pause that
-  doubles. Failures that would happen again (bad input, an exception, a divergence) are not.
+- Failures that are not the run's fault are retried after doubling pauses, within a budget per run and one per sweep.
+  Others (bad input, an exception, a divergence) would happen again, and are not.
 - Interruptions count against `max_requeues` only.
 """
 
@@ -50,7 +50,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run, from its beginning to its end. Times are the file system's, in seconds since the epoch."""
+    """One start of a run. Times are the file system's, in seconds since the epoch."""
 
     attempt: Count  # counts from 1
     began: Amount
@@ -73,14 +73,12 @@ class Attempt:
 
     @property
     def paid(self) -> float:
-        """Return the seconds to pay for: those of the attempt, times its share of the process."""
+        """Return the seconds times the attempt's share of its process, which is 1 unless an earlier version ran it."""
         return self.seconds * self.share
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a run is tried again, when and where."""
-
     again: bool
     wait_seconds: float  # from now on, before it may start
     avoid: tuple[str, ...]  # nodes that it must not start on; the newest last
@@ -88,7 +86,10 @@ class Decision:
 
 
 def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) -> Decision:
-    """Decide whether, when and where a run is retried after `attempts` (oldest first) and `spent` sweep retries."""
+    """Decide whether, when and where to retry a run, from its `attempts`, oldest first.
+
+    `spent`: retries that the sweep has used.
+    """
     if not attempts:
         return Decision(True, 0.0, (), "it has not begun")
     last = attempts[-1]
@@ -142,5 +143,5 @@ def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def unrecorded_steps(attempts: Sequence[Attempt], begins: int, ends: int) -> int:
-    """Return the number of steps from `begins` to the first of any recorded attempt, or to `ends` without attempts."""
+    """Count a run's steps from step `begins` to its first recorded attempt, or to `ends` if there is none."""
     return max(0, min((attempt.first_step for attempt in attempts), default=ends) - begins) if ends > begins else 0

@@ -95,7 +95,7 @@ class RunDirectory:
         return config
 
     def state(self) -> State:
-        """Return the state in state.json; if that is missing, damaged or older than the journal, the journal's."""
+        """Return the state in state.json; if that file is missing, damaged or outdated, take it from the journal."""
         view = self.path / VIEW
         with suppress(UserError, OSError):
             if view.stat().st_mtime_ns >= (self.path / JOURNAL).stat().st_mtime_ns:
@@ -103,7 +103,6 @@ class RunDirectory:
         return self.record().state
 
     def record(self) -> RunRecord:
-        """Return the run's state and attempts from its journal."""
         return read_record(self.path)
 
     def write_event(self, kind: type[Event], flush: bool = False, **values: Any) -> RunRecord:
@@ -183,7 +182,7 @@ class RunDirectory:
         return sorted(int(name) for name in names if name.isdigit())
 
     def newest_checkpoint(self) -> int | None:
-        """Return the step of the newest checkpoint whose files have the right sizes, or None; ignore their hashes."""
+        """Return the step of the newest checkpoint whose files have the right sizes, or None; hashes are not read."""
         folders = {step: self.path / "checkpoints" / f"step_{step}" for step in reversed(self.saved_steps())}
         return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
 

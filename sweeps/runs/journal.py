@@ -277,7 +277,7 @@ def _append_lines(path: Path, lines: bytes, flush: bool) -> None:
 
 
 def read_old(folder: Path) -> RunRecord:
-    """Return the record of a run from the files of an earlier version; state `planned` without any."""
+    """Build a run's record from the files of an earlier version; its state is `planned` if there are none."""
     attempts, budget = read_old_attempts(folder)
     state, start = State("planned" if read_json(folder / "summary.json", Summary) is None else "done"), None
     with suppress(UserError):

@@ -51,7 +51,7 @@ Explain = Callable[[Started], Death]  # why the process of an attempt under way 
 def hold(
     run: RunDirectory, job: str, policy: Policy, explain: Explain = lambda start: KILLED
 ) -> Iterator[RunRecord | None]:
-    """Hold a run's lock while this process trains it, and record that an attempt begins; `conclude` records its end.
+    """Hold a run's lock and record that an attempt begins; within the block, `conclude` must record its end.
 
     Yields:
         The run's record once the attempt has begun; None if the run is over or out of retries.
@@ -113,9 +113,9 @@ def begin(run: RunDirectory, record: RunRecord, job: str | None, node: str | Non
 
 
 def conclude(run: RunDirectory, ending: Ending, at_fault: Sequence[str] = (), ended: float | None = None) -> RunRecord:
-    """Record how the current attempt ended, now or at `ended`, and nodes `at_fault`; the caller holds the run's lock.
+    """Record how a run's open attempt ended, at `ended` (None: now), and the nodes `at_fault`.
 
-    On a full disk the attempt stays open, and the next process that holds the run reconciles it.
+    The caller holds the run's lock. On a full disk the attempt stays open, for the next holder to reconcile.
     """
     run.release()
     record = run.record()
@@ -175,7 +175,7 @@ def reconcile_idle(run: RunDirectory, policy: Policy, explain: Explain = lambda 
 
 
 def charge(run: RunDirectory, policy: Policy, job: str, death: Death) -> None:
-    """Record a failed attempt of a run that the worker of `job` died too early to claim, so that retries run out."""
+    """Record a failed attempt of a run for a job that died before claiming it, so that retries run out."""
     with contextlib.suppress(Busy, OSError), hold_idle(run, policy):
         record = run.record()
         if record.open is None and record.state.state not in ("done", "diverged", "cancelled"):

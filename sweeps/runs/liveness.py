@@ -2,7 +2,7 @@
 
 - The heartbeat is the modification time of `runs/<run_id>/heartbeat`.
 - The thread also watches for steps. A phase without steps (the first compile) must fit into `hang_seconds`.
-- A thread cannot wake the main one, so it records how the run ended and ends the process.
+- The thread records how the run ended before it ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXIT_CODE = 124  # as `timeout` exits
 
 
 class Heartbeat:
-    """A thread that keeps a run's heartbeat fresh, and ends a process that hangs, while its `with` block runs."""
+    """The heartbeat thread, which lives during its `with` block."""
 
     def __init__(self, run: RunDirectory, policy: Policy) -> None:
         self.run, self._policy = run, policy

@@ -25,9 +25,8 @@ def add_runs(
     """Add runs to a sweep, whose next plan includes them. Returns the ids of the new ones.
 
     Args:
-        why: the reason, for `added.json`.
-        replaces: the id of the run that they replace.
-        planned: also add runs that are in the current plan, so that every later plan keeps them.
+        replaces: id of the run that they replace.
+        planned: also add runs of the current plan, so that every later plan keeps them.
     """
     present = set() if planned else {run["run_id"] for run in sweep.plan()["runs"]}
     try:
@@ -77,7 +76,7 @@ def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirecto
 
 
 def replacements(sweep: SweepDirectory) -> dict[str, str]:
-    """Map the id of each run that replaced a diverged run to the id of the diverged run."""
+    """Map the id of each replacement run to that of the diverged run it replaces."""
     return {name: entry["replaces"] for name, entry in _added(sweep).items() if entry.get("replaces")}
 
 
@@ -92,7 +91,7 @@ def stop_growth(sweep: SweepDirectory, by: str) -> None:
 
 
 def allow_growth(sweep: SweepDirectory) -> None:
-    """Allow replacements and further rounds after `stop_growth`."""
+    """Undo `stop_growth`."""
     (sweep.path / STOPPED).unlink(missing_ok=True)
 
 

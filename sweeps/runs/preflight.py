@@ -1,4 +1,4 @@
-"""Check every node on its first job of a sweep (preflight.json); checks of a kind of node are made once."""
+"""Check every node on its first job of a sweep (preflight.json), and each kind of node once."""
 
 from __future__ import annotations
 

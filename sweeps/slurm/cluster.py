@@ -60,7 +60,7 @@ def limits(cluster: ClusterConfig) -> Limits:
 
 
 def _submit_limits(cluster: ClusterConfig, name: str) -> Iterator[int]:
-    """Yield every limit on the number of queued jobs: of the user, the account, the QOS on cluster `name`."""
+    """Yield each limit on queued jobs: of the user, the account and the QOS on SLURM cluster `name`."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in some containers
@@ -149,7 +149,7 @@ def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:
 
 
 def expected_starts(cluster: ClusterConfig, shapes: Sequence[JobShape]) -> dict[JobShape, str]:
-    """Return, by shape, the time at which SLURM expects a job to start; shapes it cannot predict are left out."""
+    """Map job shapes to the time, as SLURM writes it, at which such a job would start; omit unpredictable ones."""
     starts = {}
     for shape in dict.fromkeys(shapes):
         answer = _test(cluster, shape)

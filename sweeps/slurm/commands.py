@@ -1,7 +1,6 @@
 """SLURM's own commands: the queue, and how jobs have ended.
 
-- An array task is always named `array_task`: the last task's plain id is that of its whole array.
-- A controller that restarts is away for seconds to minutes, so important commands are repeated for `patience` seconds.
+An array task is always named `array_task`: the last task's plain id is that of its whole array.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job in SLURM's queue."""
-
     name: str  # its id; `array_task` for a task of an array
     is_pending: bool
     reason: str  # why it waits
@@ -80,9 +77,9 @@ def release(jobs: Iterable[str]) -> None:
 
 
 def death_of(job: str | None, node: str | None, answers: Mapping[str, tuple[str, str | None]] | None = None) -> Death:
-    """Return why the process of SLURM job `job` on `node` is gone; without a job, that it was killed.
+    """Return why the process of SLURM job `job` on `node` is gone: killed, if `job` is None.
 
-    `answers` is an earlier result of `outcomes`.
+    `answers`: a result of `outcomes`; None: ask SLURM.
     """
     if job is None:
         return KILLED
@@ -95,9 +92,9 @@ def death_of(job: str | None, node: str | None, answers: Mapping[str, tuple[str,
 
 
 def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
-    """Return each ended job's SLURM state and nodes (as `node[1-2]`, or None), by job id.
+    """Map job ids to SLURM state and nodes (as `node[1-2]`, or None).
 
-    Asks SLURM's accounting, then its controller; jobs that neither knows are left out.
+    Asks SLURM's accounting, then its controller; jobs unknown to both are left out.
     """
     ids = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
     # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
@@ -109,7 +106,7 @@ def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
 
 
 def _matching(ids: Collection[str], records: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, str | None]]:
-    """Return the state and nodes of each job in `ids` from (id, state, nodes) records, each of one or several tasks."""
+    """Map `ids` to (state, nodes) from SLURM's (id, state, nodes) records; one record may cover several array tasks."""
     single, shared = dict[str, tuple[str, str | None]](), dict[str, tuple[str, str | None]]()
     for job, state, nodes in (record for record in records if len(record) == 3 and record[1]):
         into = shared if "[" in job else single
@@ -127,7 +124,7 @@ def _shown(line: str) -> tuple[str, str, str]:
 
 
 def elapsed(jobs: Iterable[str]) -> dict[str, float]:
-    """Return, by id, the seconds that each job known to SLURM's accounting ran, over all its starts."""
+    """Map job ids to the seconds that they ran, over all starts; omit jobs unknown to SLURM's accounting."""
     ids, total = set(jobs), dict[str, float]()
     # With the duplicates: each start of a requeued job has its own record.
     for job, duration in _accounting(ids, "JobID,ElapsedRaw", "-D"):
@@ -137,7 +134,7 @@ def elapsed(jobs: Iterable[str]) -> dict[str, float]:
 
 
 def _accounting(jobs: Iterable[str], columns: str, *options: str) -> Iterator[tuple[str, ...]]:
-    """Yield the `columns` of sacct's records of `jobs` and the rest of their arrays; `options` go to sacct."""
+    """Yield the `columns` of sacct's records of `jobs` and all tasks of their arrays; `options` go to sacct."""
     arrays = sorted({job.split("_")[0] for job in jobs})
     for start in range(0, len(arrays), 200):
         names = ",".join(arrays[start : start + 200])
@@ -146,7 +143,7 @@ def _accounting(jobs: Iterable[str], columns: str, *options: str) -> Iterator[tu
 
 
 def _covers(record: str, job: str) -> bool:
-    """Return whether a record of several tasks of an array, as `7_[0-2,5%2]`, covers a job."""
+    """Return whether a record such as `7_[0-2,5%2]`, of several array tasks, covers a job."""
     array, _, task = job.partition("_")
     match = re.fullmatch(rf"{array}_\[([\d,-]+)(?:%\d+)?\]", record)
     if match is None or not task:
@@ -163,7 +160,7 @@ def controller_time() -> datetime | None:
 
 
 def first_to_end(log: str) -> str | None:
-    """Return the last UserError of a job's last start in its log, else the rank that `srun` saw fail first, or None."""
+    """Return the last UserError in a job's log since its last requeue, else the rank that failed first, or None."""
     attempt = log.rpartition("DUE TO JOB REQUEUE")[2]
     if sentences := re.findall(r"^(?:\w+\.)*UserError: (.+)$", attempt, re.MULTILINE):
         return str(sentences[-1])

@@ -52,7 +52,7 @@ class SweepJob:
 
 
 def jobs_of(sweep: SweepDirectory, patience: float = slurm.PATIENCE) -> list[SweepJob]:
-    """Return a sweep's jobs in SLURM's queue. Raises UserError if SLURM does not answer or has older versions' jobs."""
+    """Return a sweep's jobs in SLURM's queue. Raises UserError if SLURM is silent or has jobs of an earlier version."""
     if not (sweep.path / "jobs" / LAUNCH).exists():
         _refuse_old_jobs(sweep, patience)
         return []
@@ -101,7 +101,7 @@ def shape_of(label: str) -> JobShape | None:
 
 
 def submitted_workers(sweep: SweepDirectory) -> dict[str, tuple[JobShape, Path]]:
-    """Return job shape and files' folder of every worker ever submitted, by job id."""
+    """Map the job id of every worker ever submitted to its shape and the folder of its files."""
     workers = dict[str, tuple[JobShape, Path]]()
     for folder in (sweep.path / "jobs").glob("worker-*"):
         if (shape := shape_of(folder.name.removeprefix("worker-").rpartition("-")[0])) is not None:
@@ -111,7 +111,7 @@ def submitted_workers(sweep: SweepDirectory) -> dict[str, tuple[JobShape, Path]]
 
 
 def is_unattended(sweep: SweepDirectory, jobs: Iterable[SweepJob]) -> bool:
-    """Return whether no keeper is among the `jobs` of a sweep on SLURM that is not over or cancelled."""
+    """Return whether a sweep on SLURM that is neither over nor cancelled has no keeper among its `jobs`."""
     if not (sweep.path / "jobs" / LAUNCH).exists() or membership.is_stopped(sweep):
         return False
     memory = read_json(sweep.path / "jobs" / MEMORY, Memory) or {}

@@ -1,7 +1,4 @@
-"""The code that a sweep's jobs run: a copy in the sweep's folder, so that an edit while jobs wait changes nothing.
-
-The copy is named by its hash and moved into place whole, so concurrent or killed launchers do no harm.
-"""
+"""The code that a sweep's jobs run: a copy in the sweep's folder, so that an edit while jobs wait changes nothing."""
 
 from __future__ import annotations
 
@@ -23,11 +20,10 @@ SOURCE = "source.json"  # commit, whether it was changed, and the files that git
 
 
 def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: Path = PACKAGE) -> Path:
-    """Copy the package into the sweep, unless the same copy exists; report the files that git does not track.
+    """Copy the package into the sweep, unless the same copy exists; report files that git does not track.
 
     Returns:
-        `<sweep>/code/<digest>`, which holds `isoflop/`, for the jobs' PYTHONPATH. A process that runs from such a copy
-        gets that copy's folder.
+        `<sweep>/code/<digest>`, which holds `isoflop/`, for PYTHONPATH; if this process runs from a copy, its folder.
     """
     home = sweep.path.resolve() / "code"
     if package.parent.parent == home and (package.parent / SOURCE).exists():
@@ -67,7 +63,7 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
 
 
 def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
-    """Return tracked files, changed or not, and new source files that git does not ignore; None outside a checkout."""
+    """Return the files that git tracks, and new source files that git does not ignore; None outside a checkout."""
     parts = ("--", "__init__.py", *ROOMS)
     tracked = _names(git_output(package, "ls-files", "-z", *parts))
     if "__init__.py" not in tracked:

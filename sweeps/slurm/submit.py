@@ -177,7 +177,7 @@ def needs(cluster: ClusterConfig, shape: JobShape, light: bool = False) -> dict[
 
 
 def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:
-    """Return cluster.additional_parameters by SLURM's names. Raises UserError if a key belongs to another setting."""
+    """Return cluster.additional_parameters by SLURM's names. Raises UserError for a key that another setting sets."""
     keys = {str(key).replace("_", "-"): value for key, value in (cluster.additional_parameters or {}).items()}
     for key in keys:
         if key in TAKEN:
@@ -194,7 +194,7 @@ def is_held(cluster: ClusterConfig) -> bool:
 
 
 def avoidable(avoid: Sequence[str], needed: int, cluster: ClusterConfig) -> tuple[str, ...]:
-    """Return `avoid`, or an empty tuple if fewer than `needed` nodes outside it are up."""
+    """Return the nodes `avoid` if at least `needed` other nodes are up, else an empty tuple."""
     partition = [] if cluster.partition is None else [f"--partition={cluster.partition}"]
     up = set(slurm.ask("sinfo", "-h", "-N", "-r", "-t", "idle,mix,alloc,comp", "-o", "%N", *partition).stdout.split())
     if cluster.exclude is not None:

@@ -62,7 +62,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def start(root: Path, step: int) -> Path | None:
-    """Create and return a directory, which `publish` renames to `root/step_<n>`; None if that is already valid."""
+    """Create a directory that `publish` renames to `root/step_<n>`; return None if a valid checkpoint is there."""
     final = root / f"step_{step}"
     if final.exists() and damage(final) is None:
         # A run is deterministic, so this one has the same content, and replacing it would leave a moment without any.
@@ -75,7 +75,7 @@ def start(root: Path, step: int) -> Path | None:
 def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) -> None:
     """Complete a directory from `start`: write the manifest, flush to disk, and rename it, which makes it valid.
 
-    `described` maps files that ranks have already flushed to manifest entries. Raises UserError if rank 0 lacks one.
+    `described`: manifest entries of files that ranks have flushed. Raises UserError if rank 0 cannot see one of them.
     """
     inside = sorted(temporary.rglob("*"))
     files = {str(path.relative_to(temporary)): path for path in inside if path.is_file()}
@@ -143,7 +143,7 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
 
 
 def prune(root: Path, keep: int, newest: int, named: Collection[int]) -> None:
-    """Delete checkpoints after step `newest`. Of the others, keep steps in `named` and the last `keep` of the rest."""
+    """Delete checkpoints after step `newest`; up to it, keep steps in `named` and the last `keep` others."""
     steps = list_steps(root)
     earlier = [path for step, path in steps if step <= newest and step not in named]
     for path in [*(path for step, path in steps if step > newest), *earlier[:-keep]]:
@@ -161,7 +161,7 @@ def resume_state(
 ) -> dict[str, Any] | None:
     """Load the newest valid checkpoint into this rank's tensors, `held`; return its trainer.json, or None without one.
 
-    Every rank calls it. If `restore_state` raises UserError on one rank, all raise it.
+    Every rank calls it, and all raise the UserError that `restore_state` raises on one.
     """
     newest = newest_valid(root, report, mesh)
     if newest is None:
@@ -173,7 +173,7 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
     """Load a checkpoint into this rank's tensors, `held`; return its trainer.json.
 
     Raises:
-        UserError: The checkpoint does not fit the model, or its run and `config` differ before its step.
+        UserError: The checkpoint does not fit the model, or `config` would have trained differently up to its step.
     """
     saved = read_config(checkpoint)
     result = read_document(checkpoint / "trainer.json", dict[str, Any])
@@ -184,7 +184,7 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
 
 
 def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
-    """Fill the tensors of `held` from a checkpoint. Raises UserError if the checkpoint lacks one."""
+    """Fill the tensors of `held` from a checkpoint. Raises UserError if one is missing or has another shape."""
     if not (checkpoint / SHARDS_INDEX).is_file():
         return read_whole(checkpoint, parts(held))
     from .shards import read_shards  # imports take half a second, which one process does not need
@@ -226,7 +226,7 @@ class LoadedCheckpoint:
 
     @property
     def checksum(self) -> str:
-        """A checksum of the checkpoint's content and the chosen average, independent of the path."""
+        """Checksum of the checkpoint's content and the chosen average, independent of the path."""
         files = read_document(self.path / "manifest.json", dict[str, FileEntry])
         return checksum(files if self.average is None else [files, self.average])
 
@@ -267,7 +267,8 @@ def load_for_evaluation(
 ) -> LoadedCheckpoint:
     """Load a checkpoint, or the newest one of a run directory, for evaluation only.
 
-    With `average`, load the averaged weights of this span. Raises UserError without such a checkpoint or average.
+    With `average`, a share of the steps, load the weights averaged over that span. Raises UserError if either is
+    missing.
     """
     from ..data.tokenizers import tokenizer_from_directory
 

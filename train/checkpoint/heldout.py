@@ -27,7 +27,7 @@ class HeldOut:
 
 
 def held_out(per_window: Tensor, length: int, text_bytes: int) -> HeldOut:
-    """Compute the held-out loss from `per_window`, the loss of each window in nats, summed over its tokens, (n,).
+    """Compute the held-out loss from the summed loss of each window in nats, `per_window`, (n,).
 
     Each window has `length` targets; all targets together stand for `text_bytes` bytes of text.
     """

@@ -49,7 +49,7 @@ class Saver:
     def save(self, step: int, held: Sequence[Held], trainer: dict[str, Any]) -> Path:
         """Copy this rank's tensors (`held`) and start writing them to `root/step_<n>`; return that path.
 
-        A valid checkpoint there stays. `trainer` is the content of trainer.json.
+        A valid checkpoint at that path stays. `trainer` is the content of trainer.json.
 
         Raises:
             OSError: The previous save failed; raised on every rank.
@@ -71,7 +71,7 @@ class Saver:
         return self.root / f"step_{step}"
 
     def wait(self) -> None:
-        """Block until the last save is on disk. Raises the error if it failed."""
+        """Block until the last save is on disk, or raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -87,7 +87,7 @@ class Saver:
             self._mesh = replace(self._mesh, control=None)
 
     def _stage(self, held: Sequence[Held]) -> tuple[list[Part], torch.cuda.Event | None]:
-        """Start copying this rank's parts to host memory. Return the copies and, on a GPU, the event of their end."""
+        """Start copying this rank's parts to host memory. Return the copies and, on a GPU, an event for their end."""
         mine = self._mine(held)
         gpu = any(on_gpu(part.values) for part in mine)
         if [part.values.shape for part in mine] != [buffer.shape for buffer in self._buffers]:
@@ -101,7 +101,7 @@ class Saver:
         return [replace(part, values=buffer) for part, buffer in zip(mine, self._buffers, strict=True)], copied
 
     def _mine(self, held: Sequence[Held]) -> list[Part]:
-        """Return the parts that this rank writes: those only it holds, and its share of those that several hold."""
+        """Return the parts that this rank writes: parts only it holds, and its share of parts that several hold."""
         mesh = self._mesh
         if mesh.control is None:
             return parts(held)

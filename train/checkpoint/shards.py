@@ -77,7 +77,7 @@ class _Files(FileSystem):
 
 
 def read_shards(checkpoint: Path, targets: Sequence[Part]) -> None:
-    """Fill the values of `targets`, on any device, from the shards. Raises UserError if the checkpoint lacks one."""
+    """Read the values of `targets`, on any device, from the shards. Raises UserError if a target is missing."""
     reader = FileSystemReader(checkpoint / SHARDS)
     try:
         index = reader.read_metadata()

@@ -56,7 +56,7 @@ class Part:
 
 
 def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
-    """Cut a rank's tensors into rectangles. If `shared` is False, omit those that all tensor-parallel ranks hold."""
+    """Cut a rank's tensors into rectangles; if not `shared`, omit rectangles that all tensor-parallel ranks hold."""
     result = []
     for item in held:
         for box in boxes(item.placement, item.start, item.stop):
@@ -67,7 +67,7 @@ def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
 
 
 def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
-    """Divide parts that all of `ranks` ranks hold: return a list for each rank to write, of about equal size."""
+    """Divide parts that `ranks` ranks all hold into a list for each rank to write, of about equal size."""
     shares: list[list[Part]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for part in sorted(whole, key=lambda part: (-part.values.numel(), part.key, part.offset)):
@@ -112,7 +112,7 @@ def _join(boxes_of_one: Sequence[Part]) -> Tensor:
 
 
 def read_whole(checkpoint: Path, targets: Sequence[Part]) -> None:
-    """Fill the values of `targets` from the files that `write_whole` wrote. Raises UserError if a file lacks one."""
+    """Read the values of `targets` from files of `write_whole`. Raises UserError if a target is missing."""
     for name, file_parts in groupby(sorted(targets, key=lambda part: part.file), key=lambda part: part.file):
         try:
             with safe_open(checkpoint / name, framework="pt") as file:
@@ -126,7 +126,7 @@ def read_whole(checkpoint: Path, targets: Sequence[Part]) -> None:
 
 
 def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:
-    """Raise UserError if the tensor's shape in the checkpoint, `saved` (None: missing), is not the model's."""
+    """Raise UserError if `saved`, the tensor's shape in the checkpoint (None: missing), is not the model's."""
     if saved is None:
         raise UserError(f"checkpoint {checkpoint} does not fit the model: it has no {part.key}")
     if saved != part.shape:
