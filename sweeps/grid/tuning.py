@@ -116,7 +116,7 @@ class Tuner:
         return min(shortest, run.tokens), max(longest, run.tokens)
 
     def dialled(self, run: RunConfig) -> RunConfig:
-        """Return the run with width and heads from its depth (tuning.dial), and a missing D by tokens_per_parameter."""
+        """Return the run with tuning.dial's width and heads for its depth, and an unset D from tokens_per_parameter."""
         model, tokens = run.model, run.tokens
         if self.rules.dial:
             model = architectures.of_depth(model)
