@@ -95,14 +95,14 @@ class RunTable:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return what a law's `fit` takes in addition to its inputs and the loss."""
+        """Return the arguments of a law's `fit` other than its inputs and the loss."""
         return {"weight": self.weight, "loss_se": self.known_se, "flops": self.flops, "groups": self.group}
 
     def column(self, name: str) -> Array:
         return numeric(self.frame, name)[self.rows]
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the runs with the columns that laws read, without empty or default ones."""
+        """Return a DataFrame of the columns that laws read, without empty or default columns."""
         import pandas as pd
 
         names = ("run_id", "N", "D", "flops", "loss", "loss_se", "budget", "weight", "group")
@@ -135,7 +135,7 @@ Runs = Any  # a RunTable, a DataFrame, or a path that `read_table` reads
 
 
 def as_table(source: Runs) -> RunTable:
-    """Return a RunTable as it is, and anything else as `read_table` reads it."""
+    """Return `source` itself if it is a RunTable, else read it with `read_table`."""
     return source if isinstance(source, RunTable) else read_table(source)
 
 
@@ -154,9 +154,9 @@ def columns_of(table: Any, names: Sequence[str]) -> list[Any]:
 def by_name(
     what: str, inputs: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any], output: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Map the names of `inputs` and `output` to values given by position or name. Raises InputError about `what`.
+    """Match arguments to the names `inputs` and `output`; `what` is the function in the text of an InputError.
 
-    In first place, a RunTable or DataFrame stands for all names not given otherwise, an array (n, inputs) for `inputs`.
+    The first argument may be a RunTable or DataFrame with all names not given otherwise, or an array (n, inputs).
     """
     names, values = (*inputs, *output), list(positional)
     unnamed = [name for name in names if name not in named]
@@ -202,7 +202,7 @@ def read_table(
     Parameters
     ----------
     columns
-        Maps a name of ALIASES to the table's own, as in {"N": "Model Size"}; {"flops": "6nd"} counts 6ND.
+        Maps names of ALIASES to the table's columns, as in {"N": "Model Size"}; {"flops": "6nd"} counts 6ND.
     derive_d
         "6nd" fills a missing D as flops / (6 N).
     drop_worst
@@ -273,7 +273,7 @@ def _check_count(runs: int, origin: str) -> None:
 
 
 def _identities(part: pd.DataFrame, names: dict[str, str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's run id and its group, by default the run; both (rows,)."""
+    """Return each row's run id and its group (if missing: the run id), both (rows,)."""
     run_id = part[names["run_id"]].astype(str).to_numpy() if "run_id" in names else np.arange(len(part)).astype(str)
     if "group" not in names:
         return np.asarray(run_id, dtype=str), np.asarray(run_id, dtype=str)
@@ -304,14 +304,14 @@ def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], notes
 
 
 def unit_of(column: str, name: str) -> tuple[str, float]:
-    """Return a column's name without its unit, and the factor of the unit: "tokens (B)" is "tokens" in 1e9."""
+    """Split the unit off a column of sizes: "tokens (B)" gives ("tokens", 1e9). The factor is 1 for other columns."""
     match = UNIT.fullmatch(column) if name in SIZES else None
     base, unit = filter(None, match.groups()) if match else (column, "")
     return base, FACTORS.get(unit.lower().rstrip("s")) or float(unit)
 
 
 def load(source: str | Path | pd.DataFrame, default: str = "table.csv") -> tuple[pd.DataFrame, list[str], str]:
-    """Return the table (`default` in a directory), its columns before pandas renames duplicates, and its name."""
+    """Return the table, its column names as in the file, and its name for errors. Of a directory, read `default`."""
     import pandas as pd
 
     if isinstance(source, pd.DataFrame):
@@ -350,7 +350,7 @@ def load(source: str | Path | pd.DataFrame, default: str = "table.csv") -> tuple
 
 
 def _averaged(frame: pd.DataFrame, source: Any) -> tuple[pd.DataFrame, list[str]]:
-    """Add losses of averaged model weights as rows, if `source` has a curves.csv. Returns the table and notes."""
+    """Add rows for averaged model weights if `source` is a folder with a curves.csv. Returns the table and notes."""
     import pandas as pd
 
     from .curves.averaged import with_averages
@@ -387,7 +387,10 @@ def _resolve(frame: pd.DataFrame, exist: list[str], columns: Mapping[str, str], 
 
 
 def alias_in(exist: Sequence[str], aliases: Iterable[str], name: str) -> str | None:
-    """Return the column of the first alias, of which longer ones may differ in case and separators, or have a unit."""
+    """Return the column that matches the first possible alias, or None.
+
+    A column of sizes may have a unit; if longer than a letter, it may differ in case and separators.
+    """
     spelled = {column: column for column in exist}
     for column in exist:
         base = unit_of(column, name)[0]
@@ -430,9 +433,9 @@ def _finished(frame: pd.DataFrame, notes: list[str], source: str) -> np.ndarray:
 
 
 def _last_steps(frame: pd.DataFrame, names: dict[str, str], rows: np.ndarray) -> tuple[pd.DataFrame, np.ndarray]:
-    """Keep the last row with a loss of each run, if the rows are logged steps; gaps in N and D are filled from above.
+    """If rows are logged steps, keep each run's last row with a loss, and fill gaps in its N and D from nearby rows.
 
-    Runs differ in their run id, or else in N or by a D that falls from one row of the file to the next.
+    Without run ids, a new run begins where N differs or D falls. Returns the table and the rows kept.
     """
     import pandas as pd
 

@@ -1,8 +1,8 @@
 """Resampling and intervals.
 
-Runs are resampled, never rows, because checkpoints of one run and branches of one trunk have a common error. "Pairs"
-draws runs with replacement, as weights for the solver. "Wild" shifts the loss of every run by its left-out residual; it
-covers better for few runs and unequal noise (docs/decisions.md), but assumes that the law is right.
+Groups are resampled, not rows, because checkpoints of one run and branches of one trunk have a common error. "Pairs"
+draws groups with replacement, as weights for the solver. "Wild" shifts losses by left-out residuals; it covers better
+for few runs and unequal noise (docs/decisions.md), but assumes that the law is right.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def group_labels(groups: Any, rows: int) -> np.ndarray:
 
 
 def numbered(groups: Any, *columns: Array) -> np.ndarray:
-    """Number each row's group, (rows,), by its first row in the order of `columns`, each (rows,).
+    """Return the number of each row's group, (rows,), in order of appearance if rows are sorted by `columns`.
 
-    Draws for these numbers depend on the data alone, not on the order of the rows or the names of the groups.
+    Thus draws do not depend on the order of rows or the names of groups.
     """
     order = np.lexsort(columns[::-1])
     _, member = by_group(np.asarray(groups)[order])
@@ -59,7 +59,7 @@ def numbered(groups: Any, *columns: Array) -> np.ndarray:
 
 
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
-    """Resample groups in the order of their labels; `groups` is (rows,). Returns counts of rows (resamples, rows)."""
+    """Draw groups with replacement; return how often each resample has each row, (resamples, rows)."""
     check_resampling(resamples, seed)
     labels, member = np.unique(groups, return_inverse=True)
     generator = np.random.default_rng(seed)
@@ -70,10 +70,10 @@ def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
 def identifiable_counts(
     groups: Any, n: int, seed: int, inputs: Array, weight: Array, axes: Array, free: int
 ) -> tuple[Array, int]:
-    """Draw n resamples that identify a law, as counts of rows (n, rows). Also returns how many were discarded.
+    """Draw n resamples that determine a law; return how often each has each row, (n, rows), and how many did not.
 
-    A resample must have more distinct columns of `inputs` (m, rows) than `free` parameters, and vary in each of the log
-    inputs `axes` (a, rows).
+    A resample that does has more distinct columns of `inputs` (m, rows) than the law's `free` parameters, and each of
+    the log inputs `axes` (a, rows) varies in it.
     """
     _, point = np.unique(inputs, axis=1, return_inverse=True)
     order = np.argsort(point.ravel(), kind="stable")
@@ -103,9 +103,9 @@ def independent_groups(groups: Any, free: int) -> int:
 
 
 def resampled_together(groups: Array, run_ids: Array, free: int) -> Array:
-    """Return `groups`, or `run_ids` if there are more runs than `free` parameters but not more groups.
+    """Return `groups`, or if groups do not outnumber the `free` parameters but runs do, `run_ids`.
 
-    Intervals are then too narrow.
+    With `run_ids`, intervals are too narrow.
     """
     few = len(np.unique(groups)) <= free < len(np.unique(run_ids))
     return run_ids if few else groups
@@ -125,9 +125,9 @@ def jackknife_weights(groups: Any) -> Array:
 
 
 def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
-    """Raise InputError if the rows without one group do not determine a constant of `what`.
+    """Raise InputError if some constant of `what` is not determined without one of the groups.
 
-    jacobian (rows, k): slopes of the fit, each row times the root of its weight.
+    jacobian (rows, k): derivatives of the predictions by the constants, times the root of the row's weight.
     """
     labels, member = by_group(groups)
     size = np.linalg.norm(jacobian, axis=0)
@@ -142,10 +142,7 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
 
 
 def kernel_width(errors: Array, independent: int) -> float:
-    """Return a bandwidth to smooth residuals `errors` (rows,) of `independent` groups by a Gaussian kernel.
-
-    Without smoothing, 95 % intervals of Huber fits cover 92 to 95 %.
-    """
+    """Return a bandwidth (standard deviation) to smooth the residuals `errors` of `independent` groups."""
     spread = min(np.sqrt(np.mean(errors**2)), 1.4826 * np.median(np.abs(errors)))
     return float(KERNEL * spread * independent**-0.2)
 
@@ -155,9 +152,9 @@ def wild_targets(
 ) -> Array:
     """Draw targets (n, rows) of a wild bootstrap: `fitted` plus residuals with one random sign per group.
 
-    left_out (rows,): residuals of a fit without the row's group, which give the jackknife's covariance (MacKinnon and
-    White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). Each draw scales all residuals by
-    sqrt(freedom / chi-square), so that draws spread as Student's t. width: standard deviation of noise added for a
+    left_out (rows,): residuals of fits without the row's group, which give the jackknife's covariance (MacKinnon and
+    White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). Each draw multiplies all of them by a
+    random sqrt(freedom / chi-square), for intervals of Student's t. width: standard deviation of noise added for a
     nearly L1 objective (De Angelis, Hall and Young 1993).
     """
     check_resampling(n, seed)
@@ -172,7 +169,7 @@ def wild_targets(
 
 
 def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
-    """Return (low, high) of the central share `level` of draws, without NaN; (nan, nan) for no draws."""
+    """Return the bounds (low, high) of the central share `level` of draws other than NaN; (nan, nan) without any."""
     values = np.sort(floats(draws).ravel())
     values = values[~np.isnan(values)]
     if values.size == 0:

@@ -45,7 +45,7 @@ class LogForm:
         return self.gradient(cache, slope), hessian + self.second(cache, slope) if second else hessian
 
     def sizes(self, cache: list[Array], slope: Array, spread: Array) -> tuple[Array, Array]:
-        """Return sum_i |slope_i| |df_i| and sum_i spread_i |df_i|, each (P, k), to judge the rounding of a gradient."""
+        """Return sum_i |slope_i| |df_i| and sum_i spread_i |df_i|, each (P, k): scales of a gradient's rounding."""
         size = np.abs(cache[0])
         return np.einsum("pn,pni->pi", np.abs(slope), size), np.einsum("pn,pni->pi", spread, size)
 
@@ -85,7 +85,7 @@ class LogSumExp(LogForm):
         self._second = [_products(Z, Y) + (Y is not Z) * _products(Y, Z) for Z, Y in pairs]
 
     def _change(self, step: Array) -> list[Array]:
-        """Return how much `step` changes u in each term exp(u): (P, n), or (P, 1) where all n points share it."""
+        """Return the change of u by `step` for each term exp(u): (P, n), or (P, 1) if it is equal at all points."""
         return [step[:, index] @ rows for index, rows in zip(self.index, self._rows, strict=True)]
 
     def value(self, theta: Array) -> tuple[Array, list[Array]]:
@@ -135,9 +135,9 @@ class LogSumExp(LogForm):
 
 
 def _pair_coefficients(cache: list[Array], slope: Array, curvature: Array, second: bool) -> Iterator[Array]:
-    """Yield the factor (P, n) of Z_s Z_t^T in the Hessian for each pair of terms s <= t; each overwrites the last.
+    """Yield the coefficients (P, n) of Z_s Z_t^T in the Hessian for each pair s <= t of terms; Z_t is term t's table.
 
-    Z_t is the table of term t.
+    The next pair overwrites the array.
     """
     outer = curvature - slope if second else curvature
     cross, buffer = np.empty_like(outer), np.empty_like(outer)
@@ -164,8 +164,7 @@ Terms = Callable[[Mapping[str, Any]], Sequence[Any]]
 class LogSumTerms(LogForm):
     """f = log sum_t exp u_t(theta), each u_t a function of named coordinates that `Jet` can differentiate.
 
-    `at` maps names to numbers of parameters, which names may share; `fixed` has the values of the other names. A single
-    term is f itself. The cache is the Jacobian (P, n, k) and theta.
+    `at` maps names to indices of parameters, which may be equal; `fixed` maps the other names to values.
     """
 
     def __init__(
@@ -219,7 +218,7 @@ class LogSumTerms(LogForm):
         return square - mean**2
 
     def _evaluate(self, coordinates: Mapping[str, Jet]) -> tuple[list[Jet], list[Array], Array]:
-        """Return the logs of the terms as jets, the terms' shares in their sum, and the log of this sum."""
+        """Return the logs of the terms as jets, each term's share of the sum of terms, and the log of that sum."""
         exponents = self.terms({**coordinates, **self.fixed})
         terms = [term if isinstance(term, Jet) else Jet(np.asarray(term), {}, {}) for term in exponents]
         if len(terms) == 1:

@@ -67,10 +67,10 @@ ANALYTIC |= {np.arcsin, np.arccos, np.arctan, np.arcsinh, np.arccosh, np.arctanh
 
 
 class Jet(NDArrayOperatorsMixin):
-    """A value with derivatives by numbered parameters.
+    """A value and its derivatives by numbered parameters.
 
-    `first` maps parameters to first derivatives, `second` pairs i <= j to second ones; missing entries are zero.
-    `second` is None if second derivatives are not computed.
+    `first` maps parameters to first derivatives, `second` (None: not computed) pairs i <= j to second derivatives;
+    missing entries are zero.
     """
 
     __slots__ = ("first", "second", "value")
@@ -96,7 +96,7 @@ class Jet(NDArrayOperatorsMixin):
         raise InputError(f"the law uses {function.__name__}, which has no derivative here; {ACCEPTED}.")
 
     def chain(self, value: Any, slope: Any, bend: Any) -> Jet:
-        """Return g(this jet), given g's value, slope and second derivative (None: zero) at this jet's value."""
+        """Apply to this jet a function with this value, slope and second derivative (None: zero) at the jet's value."""
         first = {i: slope * d for i, d in self.first.items()}
         if self.second is None:
             return Jet(value, first)

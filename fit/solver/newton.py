@@ -1,10 +1,10 @@
 """Damped Newton in a box for many problems at once.
 
-`approach`, far from the optimum, is Levenberg and Marquardt on iteratively reweighted least squares, with Transtrum and
+`approach`, far from the optimum, is Levenberg-Marquardt on iteratively reweighted least squares, with Transtrum and
 Sethna's correction along the curve of equal predictions.
 
-`refine`, near it, is Newton with the exact Hessian, in stages of falling delta, with a line search on linearised
-residuals. A rejected step is moved by the error of the linearisation (Fletcher 1982; Maratos 1978).
+`refine`, near it, uses the exact Hessian, stages of falling delta, and a line search on linearised residuals. A
+rejected step is moved by the error of the linearisation (Fletcher 1982; Maratos 1978).
 
 Bertsekas 1982 (SIAM J. Control Optim. 20, 221): Newton in a box. Madsen and Nielsen 1990 (BIT 30, 682). Transtrum and
 Sethna 2012 (arXiv:1201.5885), section 4; Nielsen 1999 (IMM-REP-1999-05): updates of the damping.
@@ -110,14 +110,14 @@ class Batch:
         return replace(self, **taken, cache=[array.take(at, axis=0) for array in self.cache])  # faster than array[rows]
 
     def put(self, rows: np.ndarray, other: Batch) -> None:
-        """Overwrite the points of the problems in mask `rows` with those of `other`, a batch of just these problems."""
+        """Overwrite the points of the problems in the mask `rows` (P,) with those in `other`, a batch of only these."""
         mine, theirs = ((b.theta, b.residual, b.pull, b.objective, *b.cache) for b in (self, other))
         for old, new in zip(mine, theirs, strict=True):
             old[rows] = new
 
     @property
     def slope(self) -> Array:
-        """Return the derivative of the objective by each prediction, (P, n)."""
+        """Return the objective's derivative by each prediction, (P, n)."""
         return self.pull * self.delta[:, None]
 
     @property
@@ -145,7 +145,7 @@ class Batch:
 
 
 def _huber(weights: Array, residual: Array, delta: Array) -> tuple[Array, Array]:
-    """Return the weighted slopes of Huber's function over delta, (P, n), and the objective, (P,).
+    """Return the weighted slopes of Huber's function, (P, n), divided by delta, and the objective, (P,).
 
     `residual` is in units of delta.
     """
@@ -190,10 +190,10 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
 
 
 def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unmeasured: float = 0.0) -> Minimum:
-    """Minimise each problem by Newton's method as delta falls through deltas[stage:], from `batch` at deltas[stage].
+    """Minimise each problem by Newton's method under deltas[s], deltas[s + 1] and so on, s its entry in `stage` (P,).
 
-    `stage` (P,) differs by problem. A step is also accepted if errors of `unmeasured` in the log predictions would
-    explain its change of the objective.
+    `batch` has the delta of each problem's first stage. A step is also accepted if errors of the size `unmeasured` in
+    the log predictions could explain the change of the objective.
     """
     theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     lower, upper = batch.lower, batch.upper
@@ -255,9 +255,9 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
 
 
 def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Array:
-    """Return the share of each problem's step, in (0, 1], that minimises the objective with linearised residuals, (P,).
+    """Return the share (P,) of each problem's step, in (0, 1], that minimises the objective for linearised residuals.
 
-    `change` (P, n) is the change of the residuals over the whole step, and `curvature` (P,) step^T Hessian step.
+    `change` (P, n): change of the residuals over the whole step. `curvature` (P,): step^T Hessian step.
     """
     rest = curvature / batch.delta**2 - _rows_dot(inside * change, change)
     pull = batch.weights * change
@@ -287,7 +287,7 @@ def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Arr
 class _System:
     """Linear systems (H + damping * scale) x = b of P problems, without `held` parameters, in units where scale is one.
 
-    Problems with a Hessian that is not finite get zero steps and the damping MOST_DAMPING.
+    Where the Hessian is not finite, steps are zero and the damping is MOST_DAMPING.
     """
 
     def __init__(self, hessian: Array, scale: Array, held: np.ndarray, damping: Array) -> None:
@@ -317,7 +317,7 @@ class _System:
             self._damped = self._with_damping()
 
     def solve(self, right: Array, rows: Any = ...) -> Array:
-        """Return the solutions x, zero if held, for right-hand sides `right` (problems, k) of all or only `rows`."""
+        """Solve all P systems, or only `rows`, for right-hand sides `right` (rows, k); held parameters are zero."""
         unit = self._unit[rows]
         right = np.where(unit > 0, right * unit, 0.0)
         try:

@@ -1,11 +1,10 @@
 """One batched NumPy solver for all laws: many problems from many starts at once.
 
 It minimises sum_i w_i rho(f_i - log loss_i) for a `LogForm` f and Huber's function rho (Hoffmann et al. 2022, equation
-3). The sum is never divided by the number of points: with a mean, usual tolerances stop far from the optimum (Besiroglu
-et al. 2024).
+3). With a mean instead of the sum, usual tolerances stop far from the optimum (Besiroglu et al. 2024).
 
-Huber's function with a small delta has many small valleys. So each start first finds an optimum under a large delta and
-follows it while delta falls.
+Huber's function with a small delta has many small valleys, so optima are first found under a large delta, then followed
+while delta falls.
 """
 
 from __future__ import annotations
@@ -95,7 +94,10 @@ def joined(parts: Sequence[Solution]) -> Solution:
 
 
 def best_of(solutions: Solution, problem: np.ndarray) -> Solution:
-    """Return each problem's best row: converged first, then by objective. `problem` (rows,): which one a row solves."""
+    """Return each problem's best solution: the lowest objective, among converged ones if there are any.
+
+    `problem` (rows,): index of the problem to which each row of `solutions` belongs.
+    """
     order = np.lexsort((solutions.objective, ~solutions.converged, problem))
     best = order[np.searchsorted(problem[order], np.arange(problem.max() + 1))]
     objective = solutions.objective[best]
@@ -107,7 +109,7 @@ def best_of(solutions: Solution, problem: np.ndarray) -> Solution:
 
 
 def _deltas(delta: float, staged: bool) -> Array:
-    """Return the falling deltas of Huber's function: of `approach`, then `refine`'s stages; equal if not `staged`."""
+    """Return falling deltas of Huber's function: for `approach`, then each stage of `refine`; equal unless `staged`."""
     if not staged or delta >= LEAST_SQUARES:
         return np.full(2, min(delta, LEAST_SQUARES))
     first = delta * STAGES[0]
@@ -156,7 +158,7 @@ def _solve(
 
 
 def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
-    """Return, for each of a problem's G points, the index of the best point that coincides with it, (P, G)."""
+    """Group a problem's coinciding points; return for each of its G points the index of the group's best, (P, G)."""
     P, G, _ = theta.shape
     objective = np.where(np.isfinite(objective), objective, np.inf)
     leader = np.full((P, G), -1)
@@ -194,8 +196,8 @@ def cores() -> int:
 def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Array, Array]:
     """Fit the m amplitudes of a law by least squares at G settings of its other parameters, for P problems.
 
-    basis (G, n, m): what multiplies each amplitude. target (n,), weights (P, n). Returns amplitudes (P, G, m) and the
-    sum of squares (P, G). Golub and Pereyra 1973.
+    basis (G, n, m): factors of the amplitudes. target (n,), weights (P, n). Returns amplitudes (P, G, m) and sums of
+    squares (P, G). Golub and Pereyra 1973.
     """
     G, _, m = basis.shape
     entries = [(i, j) for i in range(m) for j in range(i, m)]
@@ -219,7 +221,7 @@ def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Ar
 def _solve_normal(matrix: dict[tuple[int, int], Array], right: list[Array]) -> list[Array]:
     """Solve many small symmetric systems at once by Cholesky; return one array per unknown.
 
-    matrix[i, j], i <= j, and right[i] are arrays over systems. A ridge of 1e-10 of the diagonal copes with equal
+    matrix[i, j], i <= j, and right[i] have one number per system. A ridge of 1e-10 of the diagonal copes with equal
     columns.
     """
     m = len(right)
