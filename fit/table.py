@@ -154,7 +154,7 @@ def columns_of(table: Any, names: Sequence[str]) -> list[Any]:
 def by_name(
     what: str, inputs: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any], output: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Match arguments to the names `inputs` and `output`; `what` is the function in the text of an InputError.
+    """Match arguments to the names in `inputs` and `output`; `what` names the function in an InputError.
 
     The first argument may be a RunTable or DataFrame with all names not given otherwise, or an array (n, inputs).
     """
@@ -311,7 +311,7 @@ def unit_of(column: str, name: str) -> tuple[str, float]:
 
 
 def load(source: str | Path | pd.DataFrame, default: str = "table.csv") -> tuple[pd.DataFrame, list[str], str]:
-    """Return the table, its column names as in the file, and its name for errors. Of a directory, read `default`."""
+    """Return the table, its column names as in the file, and its name for errors. In a directory, `default` is read."""
     import pandas as pd
 
     if isinstance(source, pd.DataFrame):
@@ -389,7 +389,7 @@ def _resolve(frame: pd.DataFrame, exist: list[str], columns: Mapping[str, str], 
 def alias_in(exist: Sequence[str], aliases: Iterable[str], name: str) -> str | None:
     """Return the column that matches the first possible alias, or None.
 
-    A column of sizes may have a unit; if longer than a letter, it may differ in case and separators.
+    Names longer than a letter may differ in case and separators, and columns of sizes may have a unit.
     """
     spelled = {column: column for column in exist}
     for column in exist:

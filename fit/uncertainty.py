@@ -49,7 +49,7 @@ def group_labels(groups: Any, rows: int) -> np.ndarray:
 
 
 def numbered(groups: Any, *columns: Array) -> np.ndarray:
-    """Return the number of each row's group, (rows,), in order of appearance if rows are sorted by `columns`.
+    """Number the groups as they appear in rows sorted by `columns`; return the number of each row's group, (rows,).
 
     Thus draws do not depend on the order of rows or the names of groups.
     """
@@ -70,10 +70,10 @@ def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
 def identifiable_counts(
     groups: Any, n: int, seed: int, inputs: Array, weight: Array, axes: Array, free: int
 ) -> tuple[Array, int]:
-    """Draw n resamples that determine a law; return how often each has each row, (n, rows), and how many did not.
+    """Draw n resamples of groups; return how often each has each row, (n, rows), and how many were discarded.
 
-    A resample that does has more distinct columns of `inputs` (m, rows) than the law's `free` parameters, and each of
-    the log inputs `axes` (a, rows) varies in it.
+    To be kept, a resample must have more distinct columns of `inputs` (m, rows) than the law has `free` parameters, and
+    vary in each of the log inputs `axes` (a, rows).
     """
     _, point = np.unique(inputs, axis=1, return_inverse=True)
     order = np.argsort(point.ravel(), kind="stable")
@@ -142,7 +142,7 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
 
 
 def kernel_width(errors: Array, independent: int) -> float:
-    """Return a bandwidth (standard deviation) to smooth the residuals `errors` of `independent` groups."""
+    """Return a bandwidth (standard deviation) to smooth residuals `errors` (rows,); `independent`: number of groups."""
     spread = min(np.sqrt(np.mean(errors**2)), 1.4826 * np.median(np.abs(errors)))
     return float(KERNEL * spread * independent**-0.2)
 

@@ -169,8 +169,7 @@ OTHER_VERSION = "use the version that wrote it, or choose another folder with sw
 def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> SweepConfig:
     """Convert the plain values of a sweep.yaml to a SweepConfig.
 
-    Raises:
-        UserError: the values are invalid; the message names `source` and ends with `remedy`.
+    Raises UserError, which names `source` and ends with `remedy`, if the values are invalid.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -190,7 +189,6 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
 
 
 def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
-    """Return the cluster settings in a sweep.yaml of any version."""
     return recorded(settings).cluster
 
 

@@ -102,7 +102,10 @@ def _parser() -> _Parser:
 
 
 def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[str]]]:
-    """Return, for each job of a --multirun, all its overrides and those that vary; one job unless `several`."""
+    """Return each job's overrides, and the part of them that differs between the jobs of a --multirun.
+
+    Raises UserError if an override has several values without --multirun (`several`).
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_overrides(overrides)
@@ -118,7 +121,7 @@ def expanded(overrides: list[str], several: bool) -> list[tuple[list[str], list[
 
 
 def job_folder(sweep: str, varied: Sequence[str]) -> str:
-    """Return a folder name: `sweep`, then the overrides `varied` in which jobs of a --multirun differ."""
+    """Return a folder name: `sweep`, then the overrides `varied` that differ between jobs of a --multirun."""
     # If `sweep` itself varies, the name has its value already.
     pairs = [override.lstrip("+").partition("=")[::2] for override in varied]
     parts = [f"{key}={value}" for key, value in pairs if value != sweep]
@@ -151,7 +154,7 @@ def _hydra() -> Iterator[None]:
 
 
 def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
-    """Return the type-checked configuration and the name of its grid, or None without one."""
+    """Return the type-checked configuration and its grid's name (None without a grid)."""
     from hydra import compose as hydra_compose
     from omegaconf import OmegaConf
 
@@ -220,7 +223,7 @@ def for_hydra(arguments: list[str]) -> list[str]:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Run a command; print as one sentence errors that a user can cause. Returns the exit code."""
+    """Run a command and print user errors as one sentence. Returns the exit code."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

@@ -190,7 +190,7 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
 
 
 def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unmeasured: float = 0.0) -> Minimum:
-    """Minimise each problem by Newton's method under deltas[s], deltas[s + 1] and so on, s its entry in `stage` (P,).
+    """Minimise each problem by Newton's method under deltas[s], deltas[s + 1], …, where s is its `stage` (P,).
 
     `batch` has the delta of each problem's first stage. A step is also accepted if errors of the size `unmeasured` in
     the log predictions could explain the change of the objective.
@@ -317,7 +317,7 @@ class _System:
             self._damped = self._with_damping()
 
     def solve(self, right: Array, rows: Any = ...) -> Array:
-        """Solve all P systems, or only `rows`, for right-hand sides `right` (rows, k); held parameters are zero."""
+        """Return x of all P systems, or only `rows`, for right-hand sides `right` (rows, k); zero if held."""
         unit = self._unit[rows]
         right = np.where(unit > 0, right * unit, 0.0)
         try:

@@ -109,7 +109,7 @@ def best_of(solutions: Solution, problem: np.ndarray) -> Solution:
 
 
 def _deltas(delta: float, staged: bool) -> Array:
-    """Return falling deltas of Huber's function: for `approach`, then each stage of `refine`; equal unless `staged`."""
+    """Return falling deltas of Huber's function, for `approach` and each stage of `refine`; equal unless `staged`."""
     if not staged or delta >= LEAST_SQUARES:
         return np.full(2, min(delta, LEAST_SQUARES))
     first = delta * STAGES[0]

@@ -163,7 +163,7 @@ def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
 
 
 def _read(against: Path) -> Scored | None:
-    """Read a scores file. Returns its folder and content; None for a checkpoint or a folder without scores."""
+    """Return the folder and content of a scores file; None for a checkpoint or a folder without scores."""
     file = against if against.is_file() else against / SCORES
     if not file.is_file() or (against.is_dir() and (against / "manifest.json").is_file()):
         return None
@@ -174,7 +174,7 @@ def _read(against: Path) -> Scored | None:
 
 
 def _write_page(scored: Scored, other: Scored | None) -> Path:
-    """Write report.html, or update the page of the checkpoint's sweep, if it has one; return its path."""
+    """Write report.html, or if a sweep scored the checkpoint, update the sweep's page of it; return the path."""
     from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.records import items_path, read_items, with_earlier
 
@@ -356,7 +356,7 @@ def import_model() -> None:
 
 
 def facts_about(checkpoint: Path) -> Facts:
-    """Collect the facts for a checkpoint's model card: scores, law and provenance, empty where a file is missing."""
+    """Collect the facts for a model card: scores, law and provenance, empty where a file is missing."""
     from importlib.metadata import version
 
     from ...evaluate.export.model_card import Facts
@@ -382,7 +382,7 @@ def facts_about(checkpoint: Path) -> Facts:
 
 
 def _law(path: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the form of the law at `path`, and the loss and interval it predicts for the run of `summary`, or None."""
+    """Return the form of the law at `path`, and the loss and interval it predicts for a run; None without a law."""
     from ... import fit
 
     if not path.is_file() or not summary:

@@ -151,7 +151,7 @@ def fit_table(
 
 
 def _read_table(table: Path, **options: Any) -> Any:
-    """Call `fit.read_table`; errors name options of the command instead of arguments."""
+    """Call `fit.read_table`; its errors name the command's options."""
     from ... import fit
 
     try:
@@ -198,7 +198,7 @@ def compare_command(
 
 
 def _plan_comparison(recipes: list[str]) -> int:
-    """Plan a sweep that compares lists of overrides with the first, or one with the defaults. Returns the exit code."""
+    """Plan a sweep that compares each recipe (overrides) with the first, or a single one with the defaults."""
     base, variants = (recipes[0].split(), recipes[1:]) if len(recipes) > 1 else ([], recipes)
     for recipe in recipes:
         if "=" not in recipe:

@@ -95,7 +95,7 @@ class Interrupt:
 
 
 def _check_folder(heart: Heartbeat) -> None:
-    """Raise FolderGone rather than let a checkpoint be written where no later attempt would find it."""
+    """Raise FolderGone if the run's folder was moved, removed or replaced."""
     folder = heart.run.path
     try:
         in_place = os.path.samestat(folder.stat(), heart.folder)
@@ -108,7 +108,7 @@ def _check_folder(heart: Heartbeat) -> None:
 
 
 def warned_after(environment: Mapping[str, str]) -> float:
-    """Return the seconds after a SLURM job's start from which a stop signal means its time limit."""
+    """Return after how many seconds of a SLURM job a stop signal means that its time limit is near."""
     seconds = job_seconds(environment)
     # Jobs are warned up to two minutes before their end, and a process may begin as late after its job.
     return seconds - min(240.0, 0.75 * seconds)
@@ -124,7 +124,7 @@ def failed(error: Exception, run: RunDirectory) -> Ending:
 
 
 def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, policy: Policy) -> Ending:
-    """Train a run as its rank 0; the caller holds the run's lock. Returns how it ended."""
+    """Train a run as its rank 0, and return how it ended. The caller holds the run's lock."""
     halved = run.is_halved()
     with interrupt.watching(run, policy):
         ending = train_rank(run, ranks, interrupt)
@@ -135,7 +135,7 @@ def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, policy: Pol
 
 
 def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
-    """Train a run on this rank. Returns how the run ended, and raises no exception."""
+    """Train a run on this rank and return how it ended; errors are not raised."""
     from ...train.errors import Diverged, Stopped
     from ...train.loop import train
 
@@ -162,7 +162,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
 
 
 def prepare(run: RunDirectory) -> None:
-    """Reserve disk space for a run; if it branches from another run, give it that one's checkpoint."""
+    """Reserve disk space for a run, and give a branch the checkpoint of its trunk."""
     run.reserve()
     config = run.config()
     tracking.note_lineage(run, config)
@@ -194,7 +194,7 @@ def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
 
 
 def tidy() -> None:
-    """Free memory and compiled code that the run before left in this process."""
+    """Free memory and compiled code of the previous run in this process."""
     import torch
 
     if "torch._dynamo" in sys.modules:

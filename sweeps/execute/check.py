@@ -37,7 +37,7 @@ def corners(runs: list[RunDirectory]) -> list[RunDirectory]:
 def variants(run: RunConfig) -> list[dict[str, Any] | None]:
     """Return six settings of a run: its own, another seed, half and twice the learning rate, half and twice the batch.
 
-    One is None if its batch would be less than a sequence, or if parallel.dp does not divide it.
+    A setting whose batch is not a positive multiple of parallel.dp is None.
     """
     values = {k: v for k, v in flatten(identity(run)).items() if k.partition(".")[0] not in ("data", "recipe")}
     rate, batch, dp = "optimizer.learning_rate", "optimizer.batch_size", run.parallel.dp
@@ -48,7 +48,7 @@ def variants(run: RunConfig) -> list[dict[str, Any] | None]:
 
 
 def check_corners(sweep: SweepDirectory) -> int:
-    """Train a sweep's corner runs with other settings; write their loss above the best to untuned.csv and the report.
+    """Train a sweep's corner runs with other settings, and write how far each loss is above the best to untuned.csv.
 
     Returns the exit code.
     """

@@ -64,7 +64,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
 def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
     """Continue a sweep from its folder. Returns the exit code.
 
-    With `only`, continue just the runs with these ids and the trunks they branch from.
+    With `only`, continue just the runs with these ids and their trunks.
     """
     config = prepare.configuration(sweep)
     check(config)
@@ -129,13 +129,13 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
 
 
 def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
-    """Return the runs, all or those with ids in `only`, that are neither done nor given up by `stop_hopeless`."""
+    """Return the runs (with `only`: of these ids) that are neither done nor stopped as hopeless."""
     runs = [run for run in prepared.directories if only is None or run.run_id in only]
     return [run for run in runs if not run.is_done() and run.given_up() is None]
 
 
 def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
-    """Prepare and check the training text of the runs in `asked` now: compute nodes may have no network."""
+    """Prepare and check the training text of the runs `asked` here: compute nodes may have no network."""
     by_id = prepared.by_id
     texts = {repr(data): data for data in (by_id[run.run_id].data for run in asked)}
     if texts:
@@ -157,7 +157,7 @@ def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
 
 
 def submit(prepared: Prepared, only: set[str] | None = None) -> None:
-    """Submit the missing SLURM jobs, and renew the retries of open runs (with `only`, of these ids).
+    """Submit the missing SLURM jobs, and give unfinished runs (with `only`: of these ids) all their retries again.
 
     The caller holds the sweep's lock.
     """
@@ -198,7 +198,7 @@ def restore_keepers(sweep: SweepDirectory) -> None:
 
 
 def _conclude(prepared: Prepared) -> int:
-    """Print where a sweep on SLURM stands, after waiting for its jobs if `wait` is set. Returns the exit code."""
+    """Print the state of a sweep on SLURM, after its jobs have ended if `wait` is set. Returns the exit code."""
     from ..results.finish import print_result, write_results
 
     sweep = prepared.sweep
@@ -237,7 +237,7 @@ def wait_for_slurm(sweep: SweepDirectory) -> None:
 
 
 def renew(runs: Iterable[RunDirectory], policy: Policy) -> None:
-    """Reset the retries and scorings of runs that are done, failed, diverged or cancelled."""
+    """Forget earlier retries and scorings of runs that are done, failed, diverged or cancelled."""
     for run in runs:
         if run.state().state in ("failed", "diverged", "cancelled", "done"):
             with contextlib.suppress(Busy):
@@ -245,13 +245,12 @@ def renew(runs: Iterable[RunDirectory], policy: Policy) -> None:
 
 
 def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[RunDirectory]:
-    """Return the finished runs that lack scores."""
     settings = asdict(config.evaluate)
     return [run for run in runs if settings["tasks"] and run.is_done() and not is_scored(run, settings)]
 
 
 def outcome(prepared: Prepared) -> int:
-    """Print which runs are not done or not scored. Returns 0 if there are none, replaced runs aside, else 1."""
+    """Print the runs that lack a result or scores. Returns 1 if any has no finished replacement, else 0."""
     sweep = prepared.sweep
     stands_in = {old: sweep.run(new) for new, old in membership.replacements(sweep).items()}
     missing = missing_scores(prepared.directories, prepared.config)

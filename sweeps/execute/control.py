@@ -59,16 +59,13 @@ def _cancel_one(run: RunDirectory, by: str, policy: Policy) -> str:
 
 
 def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False) -> int:
-    """Start runs again, each from its newest checkpoint and with a new budget of retries.
+    """Start runs again, each from its newest checkpoint and with a new budget of retries. Returns the exit code.
 
     Args:
         prefixes: beginnings of the ids of unfinished runs, in any state.
         failed: retry all runs that failed or whose process is gone; the default if nothing else is asked for.
         diverged: start, for each diverged run, a new one with a lower learning rate.
         cancelled: retry all cancelled runs.
-
-    Returns:
-        The exit code.
     """
     policy = Policy.of(cluster_of(sweep.settings()))
     chosen = {run.run_id: run for run in find_runs(sweep, prefixes)}
@@ -109,7 +106,7 @@ def _reset(run: RunDirectory, policy: Policy) -> bool:
 
 
 def lower_rates(sweep: SweepDirectory) -> set[str]:
-    """Add a run with a lower learning rate for every diverged run that has none. Returns the ids of those added."""
+    """Add a run with a lower learning rate for each diverged run without one. Returns the new ids."""
     grid = prepare.configuration(sweep).grid
     factor = FACTOR if grid is None or grid.diverged_rate_factor is None else grid.diverged_rate_factor
     new_ids = set()

@@ -55,7 +55,7 @@ def standing(
 ) -> tuple[Status, float, tuple[str, ...]]:
     """Return a stopped run's status (free, waiting or over), the seconds until it can be claimed, and nodes to avoid.
 
-    `attempts` are those since a user last asked for a retry; `spent` counts the retries of the whole sweep.
+    `attempts`: since a user last asked for a retry. `spent`: retries of the whole sweep.
     """
     ended = attempts[-1].ended if attempts else now
     decision = decide(attempts, policy, spent, ended)
@@ -92,7 +92,7 @@ class Board:
         self._over.clear()
 
     def tasks(self) -> Iterator[Task]:
-        """Yield unfinished tasks in the plan's order, trainings before scorings; read each run only at its turn."""
+        """Yield unfinished tasks in the plan's order, trainings before scorings; read each run when it is reached."""
         self._read_plan()
         now, spent = now_on(self.sweep.path), cache(partial(retries_spent, self.sweep))
         for name in self._planned:
@@ -131,7 +131,7 @@ class Board:
         return Task("train", run, planned.shape, status, planned.estimated_seconds, wait, avoid)
 
     def _can_begin(self, planned: PlannedRun, now: float, spent: Callable[[], int]) -> bool:
-        """Return whether a run can begin: its trunk saved the run's first step or never will (`spent`: retries)."""
+        """Return whether a run has no trunk, or one that saved the run's first step or never will. `spent`: retries."""
         if (parent := planned.parent) is None or parent not in self._planned:
             return True
         if can_begin(self.sweep.run(planned.run_id), self.sweep.run(parent), planned.first_step):
@@ -150,7 +150,7 @@ class Board:
 
 
 def can_begin(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
-    """Return whether a branch can train: its trunk has the checkpoint of `step`, or it has one of `step` or later."""
+    """Return whether a branch can train: the trunk has saved `step`, or the branch itself has saved `step` or later."""
     return step in trunk.saved_steps() or any(saved >= step for saved in branch.saved_steps())
 
 
@@ -192,11 +192,9 @@ Action = StartKeepers | StartWorkers
 
 
 def next_actions(tasks: Iterable[Task], jobs: Sequence[Job], limits: Limits) -> list[Action]:
-    """Return the jobs to start for `tasks` in addition to `jobs`, within `limits`, the most important first.
+    """Return what to start, the most important first, in addition to pending or running `jobs`.
 
-    Args:
-        tasks: unfinished, in starting order.
-        jobs: pending or running.
+    `tasks`: unfinished, in starting order.
     """
     waiting_keepers = sum(job.kind == "keeper" and job.waits and not job.held for job in jobs)
     keepers = int(min(max(0, limits.keepers - waiting_keepers), limits.room))
@@ -228,14 +226,14 @@ def next_actions(tasks: Iterable[Task], jobs: Sequence[Job], limits: Limits) -> 
 
 
 def workers_for(tasks: Sequence[float], worker_seconds: float) -> int:
-    """Return the number of workers for tasks of these estimated seconds; short ones share, up to `worker_seconds`."""
+    """Return the number of workers for tasks of these seconds; short tasks share a worker, up to `worker_seconds`."""
     if worker_seconds <= 0:
         return len(tasks)
     return max(1, math.ceil(sum(min(1.0, seconds / worker_seconds) for seconds in tasks) - 1e-9))
 
 
 class Backend(Protocol):
-    """The interface that starts the jobs of `next_actions`, on this machine or on SLURM."""
+    """Starts the jobs of `next_actions`, on this machine or on SLURM."""
 
     marks_queued: bool  # a run whose worker waits in a queue is `queued`
 
@@ -245,10 +243,10 @@ class Backend(Protocol):
     def limits(self) -> Limits: ...
 
     def explain(self, start: Started) -> Death:
-        """Return why the process of the attempt that began with `start` is gone."""
+        """Return why the process that began the attempt `start` is gone."""
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return job id, shape and cause of workers that ended before claiming a task and were not returned before."""
+        """Return, only once, each worker that died before it claimed a task: job id, shape and cause of death."""
 
     def start_workers(self, shape: JobShape, count: int, avoid: tuple[str, ...]) -> None: ...
 
@@ -258,10 +256,7 @@ class Backend(Protocol):
 def reconcile(sweep: SweepDirectory, backend: Backend, scope: Scope = EVERYTHING) -> bool:
     """Record attempts whose process is gone, and start workers for tasks in `scope`. Returns True if no task is left.
 
-    The caller holds the sweep's lock.
-
-    Raises:
-        UserError: SLURM does not answer, or refuses what is submitted.
+    The caller holds the sweep's lock. Raises UserError if SLURM does not answer or refuses a job.
     """
     config = prepare.configuration(sweep)
     board, jobs = Board(sweep, config, scope), backend.jobs()
@@ -284,7 +279,7 @@ def reconcile(sweep: SweepDirectory, backend: Backend, scope: Scope = EVERYTHING
 def reconcile_lost(board: Board, jobs: Sequence[Job], backend: Backend) -> None:
     """Record the end of attempts whose job is gone.
 
-    If a worker died before it claimed a run, count a failed attempt of each free run that it could claim.
+    A worker that died before it claimed a run counts as a failed attempt of each free run that it could have claimed.
     """
     alive = {job.name for job in jobs}
     for task in board.tasks():
@@ -308,7 +303,7 @@ def _mark_queued(tasks: Iterable[Task]) -> None:
 
 
 def replan(prepared: Prepared, command: list[str] | None = None) -> None:
-    """Write the plan of a sweep, and update the configs on disk, except those of running and finished runs."""
+    """Write the plan of a sweep and the configs of its runs, except running and finished ones."""
     identity.claim(prepared.sweep)
     by_id = prepared.by_id
     present = [run for run in prepared.directories if (run.path / "config.yaml").exists()]
@@ -323,7 +318,7 @@ def replan(prepared: Prepared, command: list[str] | None = None) -> None:
 
 
 def grow(sweep: SweepDirectory) -> bool:
-    """Add the next round of a sweep's grid. Returns True if the sweep has grown."""
+    """Add the next round of a sweep's grid. Returns False if there is none."""
     if not extend.next_round(sweep, prepare.configuration(sweep)):
         return False
     replan(prepare.from_disk(sweep))

@@ -195,7 +195,7 @@ class LiveView:
         self._live.update(self._all, completed=self._estimate - left, note=note)
 
     def _eta(self, left: float) -> str:
-        """Describe when the last run ends, by the speed of recent runs, if runs take `left` estimated seconds more."""
+        """Describe the time until the last run ends, by the speed of recent runs. `left`: estimated seconds left."""
         ratio = slowdown(map(self._speed, list(self._claimed)[-RECENT:]))
         whole = makespan(sorted(self._left.values(), reverse=True), self._jobs)
         seconds = whole * ratio * left / max(sum(self._left.values()), 1e-9)

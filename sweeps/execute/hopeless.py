@@ -1,4 +1,4 @@
-"""Stop runs of a tune that can no longer win, if `grid.stop_hopeless` is set."""
+"""Stop runs of a tune that can no longer win (`grid.stop_hopeless`)."""
 
 from __future__ import annotations
 

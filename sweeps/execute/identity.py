@@ -1,8 +1,7 @@
 """Which folder a sweep lives in, so that no command changes what belongs to another sweep.
 
-`identity.json` holds a token, made when the sweep was first started, and the sweep's folder. A sweep whose folder was
-moved keeps its jobs. A copy becomes a separate sweep with the first command that changes it; while the original is
-running, only `isoflop adopt` makes it one.
+`identity.json` holds a token, made at the first start, and the sweep's folder. A moved sweep keeps its jobs. A copy
+becomes a separate sweep with the first command that changes it; while the original runs, only with `isoflop adopt`.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def refusal(sweep: SweepDirectory) -> str | None:
 
 
 def claim(sweep: SweepDirectory) -> None:
-    """Write identity.json if a sweep is new, was moved, or is a copy. Raises UserError if `refusal` has a message."""
+    """Write identity.json if a sweep is new, was moved, or is a copy. Raises UserError on a `refusal`."""
     if (message := refusal(sweep)) is not None:
         raise UserError(message)
     identity = read_json(sweep.path / IDENTITY, Identity)

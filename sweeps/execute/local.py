@@ -1,4 +1,4 @@
-"""A sweep's workers on this machine: processes that submitit starts, and that end with the command that started them.
+"""A sweep's workers on this machine: processes that submitit starts, and that end with the command.
 
 A worker trains many runs, so that PyTorch is imported once.
 """
@@ -72,11 +72,8 @@ class LocalBackend:
     def train(self, tick: Callable[[list[dict[str, Any]]], None]) -> None:
         """Train and score until no task is left; on Ctrl-C or TERM, runs save a checkpoint.
 
-        Args:
-            tick: called several times a second with the workers' new claims.
-
-        Raises:
-            UserError: several workers in a row ended before they claimed anything.
+        `tick` is called several times a second with the workers' new claims. Raises UserError if several workers in a
+        row ended before they claimed anything.
         """
         try:
             with _handling(signal.SIGTERM, signal.default_int_handler):  # such as when an allocation is closed
@@ -103,14 +100,14 @@ class LocalBackend:
         return KILLED
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return an empty list: `train` raises an error if workers die before they claim a task."""
+        """Return an empty list: `train` raises an error instead."""
         return []
 
     def start_keepers(self, count: int) -> None:
         raise NotImplementedError("a sweep on this machine has no keepers")
 
     def start_workers(self, shape: JobShape, count: int, avoid: tuple[str, ...] = ()) -> None:
-        """Start up to `count` workers, as many as this machine has free places for; `avoid` (nodes) is ignored."""
+        """Start up to `count` workers, as many as there are free places; `avoid` is ignored."""
         free = sorted(set(range(self._places(shape).jobs)) - {worker.place for worker in self._workers})
         for place in free[:count]:
             self._workers.append(self._start(shape, place))

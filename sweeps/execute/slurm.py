@@ -1,6 +1,6 @@
 """A sweep's jobs on SLURM: workers of a shape, two keepers that wait in the queue, and the fit.
 
-A keeper is a tiny job that begins every `cluster.keeper_seconds`, makes a pass (`controller.py`), and ends.
+A keeper is a tiny job every `cluster.keeper_seconds` that makes one pass (`controller.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SlurmBackend:
 
     @cached_property
     def launch(self) -> LaunchFile:
-        """Return launch.json, made by the first launch: the token in jobs' comments, and the folder they start in."""
+        """Return launch.json, written once: the token in the jobs' comments, and the folder where jobs start."""
         path = self.sweep.path / "jobs" / LAUNCH
         if not path.exists():
             write_json(path, asdict(LaunchFile(os.urandom(6).hex(), os.getcwd())))
@@ -89,7 +89,6 @@ class SlurmBackend:
         return slurm.death_of(start.job_id, start.host)
 
     def stillborn(self) -> list[tuple[str, JobShape, Death]]:
-        """Return job id, shape and cause of workers that failed before claiming a task and were not returned before."""
         live = {job.name for job in slurm.queue()}
         dead = {job: place for job, place in submitted_workers(self.sweep).items() if job not in live}
         empty = {job: place for job, place in dead.items() if Claims(place[1], job).count()}
@@ -110,7 +109,7 @@ class SlurmBackend:
             print(f"{str(error).rpartition('; ')[0]}; the keeper tries again", flush=True)
 
     def start_keepers(self, count: int) -> None:
-        """Submit `count` keepers with different start times, so that none delays another."""
+        """Submit `count` keepers with different start times."""
         shape = JobShape(0, 1, min(2.0, self.cluster.memory_gb), min(30, self.cluster.time_minutes))
         call = partial(keep, str(self.sweep.path.resolve()))
         now = slurm.controller_time()
@@ -185,7 +184,7 @@ def work(launch: Launch) -> None:
 
 
 def keep(sweep_path: str) -> None:
-    """Call `run_pass` as a keeper job, again while it fails or no other keeper is queued, until the sweep is over."""
+    """Call `run_pass` until it succeeds and another keeper is queued, or the sweep is over."""
     sweep, pause = SweepDirectory(Path(sweep_path)), 60.0
     while (sweep.path / "plan.json").exists():
         try:
@@ -212,7 +211,7 @@ def fit_laws(sweep_path: str) -> None:
 
 
 def run_pass(sweep: SweepDirectory) -> SlurmBackend:
-    """Submit a sweep's missing workers, next round and fit to SLURM; return the backend. The caller holds its lock."""
+    """Submit a sweep's missing workers, next round and fit to SLURM; return the backend. The caller holds the lock."""
     backend = SlurmBackend(sweep, prepare.configuration(sweep).cluster)
     if membership.is_stopped(sweep):
         return backend

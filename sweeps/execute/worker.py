@@ -1,6 +1,6 @@
 """A worker: a job that claims and does tasks of one shape, until none is left.
 
-- A run that fails does not end the worker, except with several ranks: the others may wait in a collective.
+- A failed run does not end the worker, unless it has several ranks: the others may wait in a collective.
 - Rank 0 claims, holds the lease and writes the journal; other ranks follow its file of claims.
 - A worker stops when its launcher on this machine is gone, or at SLURM's signal, after saving a checkpoint.
 """
@@ -77,7 +77,7 @@ class Claims:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[Task], None]]:
-        """Yield a function that writes a claimed task to the claims file; the block's end tells other ranks to end."""
+        """Yield a function that adds a task to the claims file. At the block's end, tell the other ranks to end."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -104,7 +104,7 @@ class Claims:
         return []
 
     def count(self) -> bool:
-        """Mark the claims of a dead worker. Returns True if it had claimed no run and was not marked before."""
+        """Return True if this dead worker claimed no run, and mark the file, so that later calls return False."""
         every_start = self.path.parent.glob(self.path.name.rpartition("-")[0] + "-*.claims")
         text = "".join(path.read_text(encoding="utf-8") for path in every_start)
         if '"run"' in text or '"counted"' in text:
@@ -140,10 +140,10 @@ def work(launch: Launch, after_trunk: Callable[[], None] = lambda: None) -> bool
     """Claim, train and score runs of `launch.shape` until none is left; every rank of the job calls this.
 
     Args:
-        after_trunk: called after a run that others branch from, to start workers for them.
+        after_trunk: called after a run with branches, to start workers for them.
 
     Returns:
-        True on rank 0 of a worker that ended by itself or by its time limit: another may be needed.
+        True on rank 0, if the worker was not told to stop before its time limit: another may be needed.
 
     Raises:
         RunFailed: a run of several ranks failed on one of them.
@@ -219,12 +219,12 @@ class _Worker:
         return False
 
     def _leaves_to_others(self, task: Task) -> bool:
-        """Return whether others should do a task: it must avoid this node, or needs longer than this job has left."""
+        """Return whether to leave a task to other jobs: it must avoid this node, or too little time is left."""
         left = self._until - time.monotonic()
         return self._node in task.avoid or (task.seconds > left and left < self._limit / 2)
 
     def _may_wait(self, idle: float) -> bool:
-        """Return whether this worker, without a task for `idle` seconds, should wait because one may soon be free."""
+        """Return whether this worker, without a task for `idle` seconds, should wait for one that may soon be free."""
         if idle > IDLE_SECONDS:
             return False
         tasks = [task for task in self._board.tasks() if task.status in ("free", "waiting")]
@@ -251,7 +251,6 @@ class _Worker:
         return True
 
     def _explain(self, start: Started) -> Death:
-        """Return why the process of the attempt that began with `start` is gone."""
         if start.job_id != job_id():
             return death_of(start.job_id, start.host) if inside_job() else KILLED
         if job_restarts() > 0:  # the same job, taken off its node
@@ -282,7 +281,7 @@ class _Worker:
 
 
 def preflight_node(sweep: SweepDirectory, ranks: int = 1) -> None:
-    """Check this node before its first job of the sweep trains anything, and print the findings."""
+    """Check this node before its first job of the sweep, and print the findings."""
     try:
         config, runs = configuration(sweep), [run.config() for run in sweep.runs()]
     except UserError as error:  # which costs no run that can be read
@@ -294,7 +293,7 @@ def preflight_node(sweep: SweepDirectory, ranks: int = 1) -> None:
 
 
 def last_start(environment: Mapping[str, str]) -> float:
-    """Return for how many more seconds a SLURM job may begin tasks; inf without a time limit."""
+    """Return how many seconds after its start a SLURM job may still begin tasks; inf without a time limit."""
     # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
     seconds = job_seconds(environment)
     warning = min(MOST_WARNING, seconds / 2)

@@ -1,4 +1,4 @@
-"""A grid that grows in rounds of the runs that `isoflop suggest` chooses.
+"""A grid that grows in rounds.
 
 A round is written to adaptive.json before its runs are added, so that a killed sweep repeats the same round.
 """
@@ -54,7 +54,7 @@ class AdaptiveGrid(IsoflopGrid):
         return self.flops_budget or trained_flops(list(self.isoflop_runs(base, tuner)))
 
     def runs(self, base: RunConfig, tuner: Tuner) -> list[RunConfig]:
-        """Return the first round's runs: the isoFLOP grid of largest budgets that FIRST_SHARE of all FLOPs can pay."""
+        """Return the first round: the isoFLOP grid of largest budgets that costs at most FIRST_SHARE of all FLOPs."""
         if self.recipes is not None and len(self.recipes) != 1:
             raise UserError(
                 f"grid.recipes has {counted(len(self.recipes), 'recipe')}; it must have one, because an adaptive grid "

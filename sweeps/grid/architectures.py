@@ -1,8 +1,7 @@
-"""Choose width, depth and heads of a model with a target N, such that they tile well. Pure.
+"""Choose width, depth and heads of a model with a target N. Pure.
 
 The ideal depth is 0.5 sqrt(width), close to published families. Widths are multiples of the head size, a power of two;
-below width 32 there is one head, and widths go in steps of 4, because there the embedding tables are most of N and
-coarser steps would leave gaps.
+below width 32 there is one head, and widths go in steps of 4, because embedding tables are most of N there.
 """
 
 from __future__ import annotations
@@ -76,12 +75,12 @@ def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate
 
 
 def well_shaped(base: ModelConfig) -> tuple[_Candidate, ...]:
-    """Return (N_active, |log(depth / ideal depth)|, config) of all models near the ideal, smallest first."""
+    """Return (N_active, |log(depth / ideal depth)|, config) of all models near the ideal depth, by size."""
     return _candidates(tuple(dataclasses.asdict(base).items()))
 
 
 def nearest_model(base: ModelConfig, target: float, above: int = 0) -> ModelConfig:
-    """Return the model that comes nearest to `target` active parameters and the ideal depth, with more than `above`."""
+    """Return the model nearest to `target` active parameters and the ideal depth, among models of more than `above`."""
     pool = well_shaped(base)
     largest = pool[-1][0]
     if target > 2 * largest or above >= largest:

@@ -1,7 +1,4 @@
-"""Base class of all kinds of grid, and the list of kinds.
-
-A kind is a dataclass in a file of this folder, whose fields are its config.
-"""
+"""Base class of all kinds of grid. A kind is a dataclass in this folder, whose fields are its config."""
 
 from __future__ import annotations
 
@@ -45,14 +42,14 @@ class GridConfig:
         """Set the training corpus of `base` to that of the grid's first run, if the grid varies it."""
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterable[RunConfig]:
-        """Return a variant's initial runs in order, before they are repeated per seed and recipe."""
+        """Return the initial runs of a variant, `base`, in order, before they are repeated per seed and recipe."""
         raise UserError(f"grid.kind is {self.kind!r}; it must be one of {', '.join(grid_kinds())}")
 
     def fill_budgets(self, budgets: list[float] | None, probed: Callable[[], list[float]]) -> None:
         """Set missing budgets to `budgets`, or if that is None to the result of `probed`."""
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Return notes for the user on these planned runs, such as limits of their fit; may raise UserError."""
+        """Return notes on planned runs, such as limits of their fit; may raise UserError."""
         return []
 
     def next_round(self, sweep: Any, config: Any) -> bool:
@@ -61,7 +58,7 @@ class GridConfig:
 
     @classmethod
     def results(cls, sweep: Any) -> dict[str, Any] | None:
-        """Return this kind's content of law.json, or None if a law of the loss is fitted instead."""
+        """Return what this kind of grid writes to law.json, or None to fit a law of the loss."""
         return None
 
     def refuse_tokens(self, base: RunConfig) -> None:
@@ -73,7 +70,6 @@ class GridConfig:
 
 @functools.cache
 def grid_kinds() -> dict[str, type[GridConfig]]:
-    """Return the class of each kind of grid, by name."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"{__package__}.{module.name}")
 
@@ -92,7 +88,7 @@ def unique_tokens(run: RunConfig) -> float:
 
 
 def fit_notes(runs: Sequence[RunConfig], more: Mapping[str, str]) -> list[str]:
-    """Return the warnings that a fit of planned runs would give. `more` maps codes of warnings to text to append."""
+    """Return the warnings that a fit of planned runs would give. `more` maps warning codes to text to append."""
     from ...fit.checks.doctor import examine_plan
 
     unique = unique_tokens(runs[0])

@@ -25,7 +25,7 @@ class Texts:
             self._known[_key(base.data)] = base.data, base.model.vocab_size
 
     def fill(self, run: RunConfig, fixed: Collection[str] = ()) -> None:
-        """Fill in the path, fingerprints and vocabulary size (unless in `fixed`) of the corpus that a run trains on.
+        """Fill in the path, fingerprints and vocabulary size (unless in `fixed`) of a run's corpus.
 
         Raises UserError if the corpus cannot be read.
         """

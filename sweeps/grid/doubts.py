@@ -18,7 +18,7 @@ SHAPE = ("width", "depth", "heads", "hidden", "expert_hidden")  # set by grids t
 
 
 def doubts(config: SweepConfig, runs: Sequence[RunConfig]) -> Iterator[str]:
-    """Yield the notes on a new plan. Raises UserError if this machine lacks the device that its runs need."""
+    """Yield notes on a new plan. Raises UserError if this machine lacks the device that its runs need."""
     data, cluster, cores = runs[0].data, config.cluster, usable_cores()
     rate = max(run.optimizer.learning_rate for run in runs)
     decay = max(decaying_rate(run.optimizer, run.model.width) * run.optimizer.weight_decay for run in runs)

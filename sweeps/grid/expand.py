@@ -25,7 +25,10 @@ CUT = ("data.recipe", "data.sequence_length", "data.separate_documents")  # data
 def expand_grid(
     grid: GridConfig, base: RunConfig, tuning: TuningConfig | None = None, present: Iterable[RunConfig] = ()
 ) -> list[RunConfig]:
-    """Return a grid's distinct runs in order; `present`: the sweep's runs, whose D count for tuning.horizon=size."""
+    """Return a grid's distinct runs in order.
+
+    `present`: earlier runs of the sweep; tuning.horizon=size depends on the D of all runs of a size.
+    """
     check_fields(grid, "grid.")
     tuner = Tuner(tuning or TuningConfig())
     check_fields(tuner.rules, "tuning.")
@@ -61,7 +64,7 @@ def expand_grid(
 
 
 def check_run(run: RunConfig, grid: GridConfig, rules: TuningConfig) -> None:
-    """Validate a run. If its mesh cannot divide a batch that the rules choose, the error names tuning.min_batch."""
+    """Validate a run. If its mesh does not divide a batch that the rules chose, the error names tuning.min_batch."""
 
     def refusal(**optimizer: Any) -> UserError | None:
         try:
@@ -91,7 +94,7 @@ def run_label(run: RunConfig) -> str:
 
 
 def _variants(grid: GridConfig, base: RunConfig, tuner: Tuner) -> Iterator[tuple[RunConfig, Tuner]]:
-    """Yield the base run, then each variant, with a tuner that leaves the fields set by the variant unchanged."""
+    """Yield the base run, then each variant, each with a tuner that keeps the fields that the variant sets."""
     if grid.recipes is not None or not grid.takes_variants:
         raise UserError("grid.variants cannot be combined with grid.recipes or an adaptive grid; leave one out")
     if not isinstance(grid.variants, dict) or not grid.variants or BASE in grid.variants:

@@ -1,6 +1,6 @@
-"""Add runs to a sweep: those a user adds, replacements of diverged runs, and the rounds of its grid.
+"""Add a user's runs, replacements of diverged runs, or a grid's next round to a sweep.
 
-The added runs are recorded in `added.json`, which the next plan of the sweep reads.
+They are recorded in `added.json`, which the sweep's next plan reads.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
 
 
 def add_grid(sweep: SweepDirectory, config: SweepConfig, grid: GridConfig, reason: str) -> list[str]:
-    """Add the runs of a grid and print notes on their fit. Returns the new run ids."""
+    """Add the runs of a grid and print notes on the fit. Returns the new run ids."""
     return membership.add_runs(sweep, _expand(sweep, config, grid), reason)
 
 
 def _expand(sweep: SweepDirectory, config: SweepConfig, grid: GridConfig) -> list[RunConfig]:
-    """Return the runs of a grid and print notes on their fit together with the sweep's."""
+    """Return the runs of a grid, and print notes on a fit to these and the sweep's runs."""
     present = [run.config() for run in membership.members(sweep)]
     runs = expand_grid(grid, prepare.resolved_base(sweep, config), config.tuning, present)
     all_runs = list({run_id(run): run for run in (*runs, *present)}.values())

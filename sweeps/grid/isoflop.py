@@ -1,4 +1,4 @@
-"""Grids of model sizes around the optimum of FLOP budgets: isoFLOP profiles, and loss curves of the largest budget."""
+"""Grids of model sizes around the optimum of FLOP budgets."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class IsoflopGrid(GridConfig):
         return expected + count_parameters(adapted).N_active - count_parameters(shape).N_active
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        """Return the warnings of a fit, with budgets to avoid them. Raises UserError if a budget has too few sizes."""
+        """Return a fit's warnings, with budgets that avoid them. Raises UserError if a budget has too few sizes."""
         from ...fit.checks.doctor import FEW_SIZES, LEAST_SIZES, MANY_EPOCHS
 
         more = {}
@@ -126,7 +126,7 @@ class IsoflopGrid(GridConfig):
     def _nearest_budget(
         self, base: RunConfig, tuner: Tuner, budget: float, suffices: Callable[[list[RunConfig]], bool]
     ) -> str:
-        """Return the budget nearest to `budget` for whose runs `suffices` is true, as text, or "none"."""
+        """Return, as text, the budget nearest to `budget` whose runs satisfy `suffices`, or "none"."""
         for i in range(1, TRIES):
             for candidate in (float(f"{budget * 10 ** (way * i / 10):.1e}") for way in (1, -1)):
                 try:

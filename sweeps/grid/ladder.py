@@ -1,4 +1,4 @@
-"""The ladder grid: a few sizes, each trained on several D."""
+"""The ladder grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grids over any fields of a run: all combinations of values, or runs listed one by one."""
+"""Grids over any fields of a run."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> N
 
 
 def is_cosmetic(run: RunConfig, name: str) -> bool:
-    """Return whether a run's id does not depend on this field, given by dotted name."""
+    """Return whether a run's id is independent of the field with this dotted name."""
     node: Any = run
     for part in name.split("."):
         fields = {item.name: item for item in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {}
@@ -155,7 +155,7 @@ def is_cosmetic(run: RunConfig, name: str) -> bool:
 
 @functools.cache
 def _typed(kind: type) -> Any:
-    """Return an OmegaConf object of a dataclass, which checks the type of each value that is set."""
+    """Return an OmegaConf object of a dataclass, which type-checks its values."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(kind)

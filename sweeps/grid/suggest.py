@@ -1,7 +1,7 @@
 """Suggest runs that narrow the interval at a large budget most per FLOP.
 
 Candidates are well-shaped models with D in whole steps and new seeds; their cost depends on the checkpoints on disk.
-`fit.allocation` chooses among them, by the mixture of forms or the law that the sweep's `fit` names.
+`fit.allocation` chooses among them, by the mixture of forms or law in the sweep's `fit`.
 """
 
 from __future__ import annotations
@@ -121,16 +121,15 @@ def suggest_runs(
 ) -> Suggestion:
     """Suggest runs to add to a sweep, which may be running.
 
+    Raises NothingToSuggest if the finished runs or the budget do not suffice.
+
     Args:
         budget: FLOPs (exact convention) of all new runs together.
         target_flops: Budget at which predictions should improve; default: the largest of the config's fit.targets, else
             1000 times the largest FLOPs of a run.
-        seeds: Number of new seeds per size, in addition to the base run's seed.
+        seeds: Number of new seeds per size, in addition to the base run's.
         max_flops: Most FLOPs of one run.
         standing: Result of `fit_standing`, if already computed.
-
-    Raises:
-        NothingToSuggest: the finished runs or the budget do not suffice.
     """
     from ...fit import InputError
     from ...fit.allocation.design import Buyer, Candidates, Question
@@ -346,7 +345,7 @@ class Market:
     tuner: Tuner = field(default_factory=Tuner)
 
     def offers(self, seeds: Sequence[int], within: Range) -> list[Offer]:
-        """Return every candidate: each model at several D with FLOPs and D/N in the range, per seed."""
+        """Return the candidate runs: every model, at several D in the range, with every seed."""
         families: dict[str, list[RunConfig]] = {}
         for run in self.present if self.share else ():
             families.setdefault(trunk_of(run), []).append(run)
@@ -383,7 +382,7 @@ class Market:
                 yield run.tokens
 
     def _saved(self, template: RunConfig, mates: Sequence[RunConfig], within: Range) -> Iterator[int]:
-        """Yield every D within the range at which `template` can branch from a saved checkpoint of a run in `mates`."""
+        """Yield each D within the range at which `template` can branch from a saved checkpoint of a run in `mates`."""
         if template.schedule.kind != "wsd":
             return
         for mate in mates:
@@ -405,7 +404,7 @@ class Market:
 
 
 def sizes(base: ModelConfig, within: Range) -> list[ModelConfig]:
-    """Return the models whose FLOPs and D/N at some D are in the range `within`, smallest first."""
+    """Return models of all sizes that some D brings into the range `within`, smallest first."""
     low = math.sqrt(within.least_flops / (6 * within.most_ratio)) / 4  # small models spend more than 6 N a token
     high = math.sqrt(within.most_flops / (6 * within.least_ratio))
     models: dict[int, ModelConfig] = {}
