@@ -42,7 +42,7 @@ _HUB_SECONDS = 20.0
 
 class Corpus(Protocol):
     def documents(self) -> Iterator[str]:
-        """Yield the documents in a deterministic order. Each has text that is not blank and can be encoded as UTF-8."""
+        """Yield the documents in a deterministic order. None is blank; all can be encoded as UTF-8."""
         ...
 
     def fingerprint(self) -> str:
@@ -50,20 +50,20 @@ class Corpus(Protocol):
         ...
 
     def size_bytes(self) -> int | None:
-        """Estimate how many bytes of UTF-8 all `documents` have. None if unknown."""
+        """Estimate the bytes of UTF-8 of the whole corpus. None if unknown."""
         ...
 
     def sample(self, size: int) -> Iterator[str]:
-        """Yield up to `size` bytes of text that represent the corpus, to train a tokenizer."""
+        """Yield texts to train a tokenizer on, up to `size` bytes of UTF-8 in total."""
         return cut(self.documents(), size)
 
     def held_out(self) -> frozenset[int] | None:
-        """Return the hashes of held-out documents; None if `below_fraction` holds out a share of all documents."""
+        """Return the hashes of the held-out documents. None: those with the lowest hashes are held out."""
         return None
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """Open the corpus that a config names. Raises UserError if it does not exist or a field of the config is wrong."""
+    """Open a config's corpus. Raises UserError if it does not exist or a field is invalid."""
     if config.max_bytes is not None and config.max_bytes < 1:
         raise UserError(f"data.max_bytes is {config.max_bytes}; it must be 1 or more, or null for the whole corpus")
     if config.corpus == "stdlib":
@@ -154,7 +154,7 @@ class TextFiles(Corpus):
         return min(total, self.max_bytes or total)
 
     def sample(self, size: int) -> Iterator[str]:
-        """Yield the start of every file, in equal shares of `size` bytes; larger files get what small ones leave."""
+        """Yield the start of every file: equal shares of `size` bytes, where larger files get what small ones leave."""
         if self.max_bytes is not None:
             yield from super().sample(size)
             return
@@ -249,7 +249,7 @@ def _empty(path: str) -> str:
 
 
 def find_files(path: str) -> list[Path]:
-    """Return the text files that a file, folder (recursive) or glob names, sorted by path, without hidden ones."""
+    """Find the text files at a file path, folder (recursive, without hidden files) or glob, sorted by path."""
     files = sorted({file for file in _candidates(path) if format_of(file)}, key=lambda file: file.parts)
     if not files:
         raise UserError(f"data.path is {path!r}; it holds no file of an accepted kind: {ACCEPTED}")
@@ -257,7 +257,7 @@ def find_files(path: str) -> list[Path]:
 
 
 def passed_over(path: str) -> Counter[str]:
-    """Count the files that `find_files` leaves out, by file ending."""
+    """Count the files at `path` that `find_files` does not accept, by file ending."""
     return Counter(file.suffix.lower() or "without ending" for file in {*_candidates(path)} if not format_of(file))
 
 

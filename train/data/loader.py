@@ -27,7 +27,7 @@ class TrainStream:
         self.unique_tokens = len(self._windows) * sequence_length  # targets in an epoch
 
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
-        """Return `count` rows (None: the rest) of a 0-based step's batch from row `start`: token ids (count, T + 1)."""
+        """Return rows `start` to `start + count` (None: the rest) of a 0-based step's batch: ids (count, T + 1)."""
         count = batch_size - start if count is None else count
         if step < 0 or start < 0 or count < 0 or start + count > batch_size:
             raise ValueError(f"rows {start} to {start + count} of step {step} are outside of a batch of {batch_size}")
@@ -48,19 +48,19 @@ def permutation(seed: int, epoch: int, n: int) -> npt.NDArray[np.unsignedinteger
 
 
 def validation_windows(shards: Shards, sequence_length: int, max_tokens: int) -> npt.NDArray[np.int64]:
-    """Return the held-out set, windows (n, T + 1): evenly spaced, with at most `max_tokens` targets together."""
+    """Return evenly spaced windows (n, T + 1) of the held-out text, with n * T at most `max_tokens`."""
     windows = _windows(shards.validation, sequence_length, "validation")
     count = min(max_tokens // sequence_length, len(windows))
     return windows[np.arange(count) * len(windows) // count].astype(np.int64)
 
 
 def bytes_of(targets: npt.ArrayLike, tokenizer: Tokenizer) -> int:
-    """Count the bytes of UTF-8 that target tokens of any shape stand for, such as `windows[:, 1:]`."""
+    """Count the bytes of UTF-8 that token ids of any shape stand for."""
     return int(tokenizer.token_bytes[np.asarray(targets, np.int64)].sum())
 
 
 def _windows(tokens: Tokens, sequence_length: int, part: str) -> Tokens:
-    """View (m,) tokens as (n, T + 1) windows; window i starts at token i·T. The error for too few names the `part`."""
+    """View tokens (m,) as windows (n, T + 1), one every T tokens. `part` names the tokens in errors."""
     if len(tokens) < sequence_length + 1:
         raise UserError(
             f"data.sequence_length is {sequence_length}; it must be at most {len(tokens) - 1}, because the {part} part "

@@ -20,14 +20,14 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 
 
 def content_hash(encoded: bytes) -> int:
-    """Hash a document's UTF-8 to an integer of 64 bits with BLAKE2b."""
+    """Hash a document's UTF-8 to 64 bits with BLAKE2b."""
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big")
 
 
 def below_fraction(digest: Any, fraction: float, blocks: Collection[int] | None = None) -> Any:
-    """Return whether a document is held out: its hash is in `blocks` or, if None, in the lowest `fraction` of hashes.
+    """Return whether a document with the hash `digest`, or each of an array (n,) of hashes, is held out.
 
-    `digest` is a hash, or an array (n,) of uint64, which gives an array.
+    Held out are the hashes in `blocks` or, if None, the lowest `fraction` of all possible hashes.
     """
     if blocks is not None:
         return digest in blocks if isinstance(digest, int) else np.isin(digest, np.array([*blocks], np.uint64))
@@ -35,7 +35,7 @@ def below_fraction(digest: Any, fraction: float, blocks: Collection[int] | None 
 
 
 class MixedDocuments:
-    """A collection of tokenized documents, yielded in the order of their hashes; repeated copies are moved apart."""
+    """Tokenized documents, yielded in the order of their hashes; repeated copies are moved apart."""
 
     def __init__(self, spool: Path, dtype: npt.DTypeLike, memory_bytes: int = MEMORY_BYTES) -> None:
         self._spool = spool
@@ -49,7 +49,7 @@ class MixedDocuments:
         self.copies = 0  # documents that equal an earlier one; known after the iteration
 
     def add(self, digest: int, tokens: Tokens, text_bytes: int) -> None:
-        """Add a document of (n,) token ids whose text has `text_bytes` bytes of UTF-8."""
+        """Add a document: its hash, token ids (n,) and size in bytes of UTF-8."""
         bucket = digest >> 56
         self._rows[bucket].append((digest, len(tokens), text_bytes))
         self._tokens[bucket].append(tokens)
@@ -103,7 +103,7 @@ class MixedDocuments:
 
 
 def _mixed_order(digests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the indices that sort `digests`, but put repeated ones elsewhere, and how many are repeated."""
+    """Return indices that sort `digests` but scatter repeats pseudo-randomly, and the number of repeats."""
     by_digest = np.argsort(digests, kind="stable")
     ordered = digests[by_digest]
     repeated = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1

@@ -1,4 +1,4 @@
-"""Prefetch of a step's rows: they are gathered and copied to the device while the step before runs."""
+"""Prefetch: a step's rows are gathered and copied to the device while the step before runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lane:
         return slot
 
     def start(self, slot: Slot) -> None:
-        """Start copying a slot's rows to the device, after the work there that reads the previous rows."""
+        """Start copying a slot's rows to the device, after queued work that reads its previous rows."""
         with CUDA.work_on(self.stream):
             slot.events["read"].wait()
             CUDA.copy(slot.rows, slot.pages)
@@ -60,7 +60,7 @@ class Lane:
 
 
 class Prefetch:
-    """A loader that gathers each step's rows of tokens ahead of time. `gather` must be a pure function of the step."""
+    """A loader of each step's token rows ahead of time. `gather` must be a pure function of the step."""
 
     def __init__(self, gather: Gather, shape: tuple[int, int], device: torch.device, lane: Lane | None = None) -> None:
         self.gather = gather
@@ -71,7 +71,7 @@ class Prefetch:
         self._read: Slot | None = None  # the slot whose rows are in use
 
     def take(self, step: int) -> Tensor:
-        """Return the rows (rows, T + 1) of a step on the device. They stay valid until the next call of `ahead`."""
+        """Return a step's token ids (rows, T + 1) on the device, valid until the next call of `ahead`."""
         if self._lane is None:
             return torch.from_numpy(self.gather(step))
         slot = self._ring[step % RING]
@@ -83,7 +83,7 @@ class Prefetch:
         return slot.rows
 
     def ahead(self, step: int) -> None:
-        """Start gathering and copying a later step's rows. Call it once the current step's work is queued."""
+        """Gather a later step's rows and start their copy. Call it after queueing the current step's work."""
         if self._lane is not None:
             self._release(self._lane)
             self._fill(self._lane, self._ring[step % RING], step)

@@ -26,7 +26,7 @@ _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)  # of a compressed file
 
 
 def format_of(path: Path) -> str | None:
-    """Return the format by the file ending: `plain`, `jsonl` or `parquet`; None for others."""
+    """Return the format that the file ending stands for: `plain`, `jsonl` or `parquet`; None if unknown."""
     ending = (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
     return "parquet" if path.suffix.lower() == ".parquet" else _FORMATS.get(ending)
 
@@ -92,7 +92,7 @@ def _plain(path: Path, piece_bytes: int) -> Iterator[str]:
 
 
 def _cut(buffer: bytes, limit: int) -> int:
-    """Return where to cut `buffer`, within `limit` bytes: after a blank line, else a line, word or character."""
+    """Return where to cut `buffer`, within `limit` bytes: after a blank line, else a line, a word or a character."""
     for separator in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
         position = buffer.rfind(separator, limit // 2, limit)
         if position >= 0:
@@ -109,7 +109,7 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
 
 
 def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) for each line of a JSON-lines file that is not blank."""
+    """Yield (line number from 1, object) for each non-blank line of a JSON-lines file."""
     number = 0
     try:
         for number, line in enumerate(_lines(path), start=1):
@@ -225,7 +225,7 @@ def parquet_text_bytes(path: Path, field: str) -> int | None:
 
 
 def text_of(row: dict[str, Any], field: str, where: str) -> str:
-    """Return the text in a field of a row; null counts as empty text. UserErrors call the row `where`."""
+    """Return a row's text in `field`, empty for null. `where` names the row in errors."""
     if field not in row:
         raise UserError(f"data.field is {field!r}; the fields of {where} are {_listed(list(row))}")
     value = row[field]
@@ -237,7 +237,7 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
 
 
 def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
-    """Yield texts up to `max_bytes` bytes of UTF-8 in all (None: no limit). The last one is cut after a character."""
+    """Yield texts up to `max_bytes` of UTF-8 in total (None: no limit). The last is cut between characters."""
     if max_bytes is None:
         yield from texts
         return
@@ -254,7 +254,7 @@ def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
 
 
 def cut_or_refuse(texts: Iterable[str], max_bytes: int | None, complaint: str) -> Iterator[str]:
-    """Yield what `cut` yields. If that is nothing, raise UserError with the message `complaint`."""
+    """Apply `cut`. If it yields nothing, raise UserError with the message `complaint`."""
     empty = True
     for text in cut(texts, max_bytes):
         empty = False
@@ -269,6 +269,6 @@ def _listed(names: list[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, shortened."""
+    """Return the first 120 characters of the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return (lines[0][:120].rstrip(" .") if lines else "") or type(error).__name__

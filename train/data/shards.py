@@ -105,7 +105,7 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
 
 
 def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
-    """Return the shards of a checkpoint's corpus, built if needed. Raises UserError if a Hub corpus has none yet."""
+    """Return the shards of a checkpoint's corpus, built if missing. Raises UserError if a Hub corpus has none."""
     if config.corpus != "hf":
         return prepare(config)
     directory = _directory(config, str(config.fingerprint), config.recipe_fingerprint, tokenizer)

@@ -1,6 +1,6 @@
 """Hold-out by blocks inside documents, for a corpus with too few documents to hold out whole ones.
 
-Its fingerprint differs from that of the same text split by documents, so the run id shows which text scored it.
+This changes the corpus fingerprint, so the run id shows which text scored the run.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Blocks(Corpus):
 def split_corpus(config: DataConfig) -> Corpus:
     """Open a config's corpus. If it has too few documents to hold out whole ones, hold out blocks inside them.
 
-    A planned run keeps the plan's choice. Whole documents are always held out of a Hub corpus, which planning does not
-    read, and if cached shards do so.
+    A planned run keeps the plan's choice. A Hub corpus, which planning does not read, always holds out whole documents;
+    so does a corpus whose cached shards do.
     """
     corpus = open_corpus(config)
     if config.fingerprint is None:
@@ -117,9 +117,9 @@ def _has_few_documents(corpus: Corpus, fraction: float) -> bool:
 
 
 def _cells(text: str, size: int) -> list[tuple[int, int, int, int]]:
-    """Cut a text into consecutive cells: a block of about `size` characters, and a margin on both of its sides.
+    """Cut a text into consecutive cells: a block of about `size` characters between two margins.
 
-    Returns (start, block start, block end, end) of each.
+    Returns (start, block start, block end, end) of each cell.
     """
     count = max(1, len(text) // (size + 2 * GAP))
     gap = GAP if count > 1 else 0

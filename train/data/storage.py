@@ -67,10 +67,9 @@ def locked(cache: Path, name: str, progress: Progress = silent) -> Iterator[None
 
 @contextmanager
 def building(final: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `final` if the block succeeds, and removed if it fails.
+    """Yield a temporary folder, renamed to `final` if the block succeeds, else removed.
 
-    Call it while holding the lock of `final`, because it removes folders that killed builders left. Raises UserError if
-    the disk is full.
+    Hold the lock of `final`, because folders that killed builders left are removed. Raises UserError on a full disk.
     """
     try:
         for leftover in final.parent.glob(f".{final.name}.*"):

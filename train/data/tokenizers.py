@@ -1,7 +1,6 @@
 """Tokenizers: raw bytes, a byte-level BPE trained on the corpus, or any tokenizer.json.
 
-`token_bytes` converts nats per token to bits per byte, which is
-comparable across tokenizers.
+`token_bytes` converts nats per token to bits per byte, which is comparable across tokenizers.
 """
 
 from __future__ import annotations
@@ -68,10 +67,7 @@ def planned_vocab_size(config: DataConfig) -> int:
 
 
 def planned_fingerprint(config: DataConfig) -> str:
-    """Return "bytes", "bpe", or a hash of the tokenizer file, without reading the corpus.
-
-    A BPE follows from the corpus and the vocabulary size, so it needs no hash.
-    """
+    """Return "bytes", "bpe", or a hash of the tokenizer file, without reading the corpus."""
     return config.tokenizer if config.tokenizer in ("bytes", "bpe") else _from_file(config.tokenizer).fingerprint
 
 
@@ -91,7 +87,7 @@ def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """A tokenizer whose tokens are bytes of UTF-8. Documents end with 0xFF, which UTF-8 never contains."""
+    """A tokenizer whose tokens are bytes of UTF-8. 0xFF, never part of UTF-8, ends documents."""
 
     vocab_size = 256  # ids are below this
     dtype = np.uint16  # of ids; uint32 for a larger vocabulary
@@ -108,7 +104,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
-        """Return the text of token ids, without ends of documents. Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids, without ends of documents. Invalid UTF-8 becomes U+FFFD."""
         ids = np.asarray(ids, np.int64)
         return ids[ids != self.end_of_document].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -232,7 +228,7 @@ def _configured_end(path: Path) -> list[str]:
 
 
 def _token_bytes(content: dict[str, Any], backend: Any, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return how many bytes of text each id stands for, (vocab_size,). In byte-level tokens a character is a byte."""
+    """Return how many bytes of text each id stands for, (vocab_size,)."""
     sizes = np.zeros(vocab_size, np.int64)
     added = {token["id"] for token in content["added_tokens"]}
     steps = [content.get("decoder"), content.get("pre_tokenizer")]
@@ -321,7 +317,7 @@ def _sample(config: DataConfig, corpus: Corpus, progress: Progress) -> Iterator[
 
 
 def _cut_words(text: str) -> Iterator[str]:
-    """Yield a text in pieces, cut inside very long words, which would slow the tokenizer's training by minutes."""
+    """Yield a text in pieces, cut inside very long words."""
     start = 0
     for at in range(_WORD, len(text), _WORD):
         if _RUN.fullmatch(text, at - _WORD, at):

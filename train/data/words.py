@@ -1,7 +1,7 @@
 """Fast encoder for a byte-level BPE: a word's ids depend on the word alone, so each distinct word is encoded once.
 
-The tokenizer itself is asked which characters are letters, digits or spaces, because
-Unicode tables differ between libraries and versions.
+The tokenizer itself is asked which characters are letters, digits or spaces, because Unicode tables differ between
+libraries and versions.
 """
 
 from __future__ import annotations

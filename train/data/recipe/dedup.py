@@ -22,10 +22,10 @@ _PAIR_HASHES = 1 << 22  # hashes compared at a time, to bound memory
 
 @dataclass(frozen=True)
 class Duplicates:
-    """The documents that a step removes, as arrays (n,) over its documents.
+    """The documents that a step removes, as arrays (n,) over the documents it gets.
 
-    `removed`: whether the step removes it. `leaked`: whether that is because a held-out document is similar. `like`:
-    index of the document that it resembles, or its own index.
+    `removed`: whether a document is removed. `leaked`: whether a similar held-out document is the reason. `like`: index
+    of the document that it resembles, else its own index.
     """
 
     removed: Flags
@@ -34,19 +34,19 @@ class Duplicates:
 
 
 def ranks(digests: Hashes, held: Flags) -> Integers:
-    """Return each document's rank (n,): held-out ones first, then by hash. Of duplicates the first stays."""
+    """Rank documents (n,): held-out ones first, then by hash. Of duplicates, the first stays."""
     rank = np.empty(len(digests), np.int64)
     rank[np.lexsort((digests, ~held))] = np.arange(len(digests))
     return rank
 
 
 def exact(digests: Hashes, held: Flags) -> Duplicates:
-    """Mark exact copies: of documents with equal `digests` (n,), all but the first, and none in `held`."""
+    """Mark exact copies: of documents with equal hashes `digests` (n,), all but the first. Held-out documents stay."""
     return _firsts(digests, np.arange(len(digests)), held)
 
 
 def candidates(band: Callable[[int], Hashes], bands: int, usable: Flags) -> Flags:
-    """Return a mask (n,) of usable documents that share a hash with another in any band. `band`: see `near`."""
+    """Return a mask (n,) of usable documents whose hash in some band equals another's. `band`: see `near`."""
     is_candidate = np.zeros(len(usable), bool)
     for number in range(bands):
         order, group = _groups(band(number), usable, np.arange(len(usable)))
@@ -68,7 +68,7 @@ def near(
 
     Args:
         band: `band(i)` returns the documents' hashes (n,) of band i of the signatures.
-        sets: Hashed n-grams, sorted in each document; documents that are not `candidates` have none.
+        sets: N-gram hashes of all documents, sorted within each; none for documents that are not `candidates`.
         offsets: (n + 1,) where each document's n-grams start in `sets`.
         digests: (n,) hashes of the texts.
         held: (n,) whether a document is held out.
@@ -91,7 +91,7 @@ def near(
 
 
 def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, Integers]:
-    """Return usable documents that share their hash, by group and rank within it, and the group number of each."""
+    """Group usable documents by hash, without groups of one. Return them by group and rank, and their group numbers."""
     at = np.flatnonzero(usable)
     order = at[np.lexsort((rank[at], hashes[at]))]
     group = np.cumsum(_begins(hashes[order])) - 1
@@ -102,7 +102,7 @@ def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, In
 def _verified(
     order: Integers, group: Integers, cluster: Integers, alike: Callable[[Integers, Integers], Flags]
 ) -> Integers:
-    """Return pairs (pairs, 2) of a document and the first of its group that are `alike`; regroup the others."""
+    """Compare documents with the first of their group; unlike ones form a new group. Return alike pairs (pairs, 2)."""
     edges = [np.empty((0, 2), np.int64)]
     for _ in range(32):  # at most 32 leaders of a group, to bound the work
         if not len(order):
@@ -117,7 +117,7 @@ def _verified(
 
 
 def jaccard(a: Integers, b: Integers, sets: npt.NDArray[np.uint32], offsets: Offsets) -> npt.NDArray[np.float64]:
-    """Return the exact Jaccard similarity of documents a[i] and b[i] for each i, (pairs,). `sets`: see `near`."""
+    """Return the exact Jaccard similarities (pairs,) of documents a[i] and b[i]. `sets`: see `near`."""
     sizes = np.diff(offsets)
     both = sizes[a] + sizes[b]
     shared = np.zeros(len(a), np.int64)
@@ -154,7 +154,7 @@ def _begins(group: npt.NDArray[Any]) -> Flags:
 
 
 def _leaders(order: Integers, group: npt.NDArray[Any]) -> Integers:
-    """Return, for each document in `order`, the first document there with the same number in `group`."""
+    """Return the first document of each document's group, given documents in `order` and their group numbers."""
     return order[np.maximum.accumulate(np.where(_begins(group), np.arange(len(order)), 0))]
 
 
@@ -166,10 +166,10 @@ def bloom(
     share: float,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Duplicates:
-    """Find documents of whose n-grams at least `share` occur in ones of lower rank. `like` is each one's own index.
+    """Remove documents with at least `share` of their n-grams in kept documents of lower rank (see `ranks`).
 
-    `hashes` has every document's n-grams including repeated ones; document i's start at `offsets[i]`. Those in held-out
-    documents are counted separately, and enough of them set `leaked`.
+    `leaked`: held-out documents alone contain that share. `like`: each document's own index. `hashes` has all n-grams,
+    also repeated ones; document i's start at `offsets[i]`.
     """
     from rbloom import Bloom
 

@@ -39,7 +39,7 @@ _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 @cache
 def make_filter(step: Step) -> Filter:
-    """Return a function from texts to the reason why the step removes each, None if it stays. Loads the model."""
+    """Return a function that gives for each text the reason to remove it, or None. Loads the step's model."""
     if step.kind == "quality":
         score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
         return lambda texts: [
@@ -109,7 +109,7 @@ def gopher_repetition(text: str) -> str | None:
 
 
 def _duplicate_ngrams(words: list[str], n: int) -> int:
-    """Count the characters, without spaces, of word n-grams that occurred before, each once."""
+    """Count the characters of repeated word n-grams, without spaces and overlaps."""
     seen: set[str] = set()
     characters = i = 0
     while i <= len(words) - n:
@@ -140,7 +140,7 @@ def _other_language(text: str, step: Step) -> str | None:
 
 
 def good_label(labels: Sequence[str]) -> int:
-    """Return the index of the label that means good text: the first that `GOOD` lists, else the last."""
+    """Return the index of the label that means good text: the first in `GOOD`, else the last."""
     plain = [label.removeprefix("__label__").lower() for label in labels]
     return next((i for i, label in enumerate(plain) if label in GOOD), len(labels) - 1)
 

@@ -1,7 +1,7 @@
 """A pool of processes that work on parts of a corpus. Functions must be importable and arguments picklable.
 
-A worker is `python -m ….pool`, reached through its pipes. A fork would copy the thread locks of torch and tokenizers,
-and multiprocessing would run the user's script again.
+A worker is `python -m ….pool`. A fork would copy the thread locks of torch and tokenizers, and multiprocessing would
+run the user's script again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def usable_cores() -> int:
 
 
 class Pool:
-    """A pool of worker processes. If it has only one, this process runs the jobs."""
+    """A pool of worker processes. If it has one, this process runs the jobs."""
 
     def __init__(self, processes: int | None = None) -> None:
         self._count = processes or usable_cores()
@@ -57,7 +57,7 @@ class Pool:
             process.wait()
 
     def map(self, function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[Any]:
-        """Yield the result of function(*job) for each job, in order of completion. Takes jobs only a few ahead."""
+        """Yield function(*job) for each job, in order of completion. Reads `jobs` only a few ahead."""
         if self._count == 1:
             for job in jobs:
                 yield function(*job)

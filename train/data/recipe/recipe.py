@@ -23,7 +23,7 @@ from ..storage import checksum
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a recipe with its parsed argument. `number` is 0 for a step without one."""
+    """A recipe's step with its parsed argument. `number` is 0 for a step without one."""
 
     kind: str
     number: float = 0.0  # a threshold, or the lower bound of `length`
@@ -32,7 +32,7 @@ class Step:
 
     @property
     def word(self) -> str:
-        """The step in its canonical spelling."""
+        """Return the step in canonical spelling."""
         if self.kind == "length":
             upper = f"{self.upper:.15g}" if self.upper < float("inf") else ""
             return f"length:{self.number:.15g}-{upper}"
@@ -118,7 +118,7 @@ def canonical(recipe: Sequence[str]) -> list[str]:
 
 
 def recipe_label(recipe: Sequence[str]) -> str:
-    """Return a short name of a recipe for tables: steps joined by "+", models by file name; "raw" without steps."""
+    """Return a recipe's short name: steps joined by "+", models by file name; "raw" without steps."""
     names = [
         f"quality:{Path(step.name).name}@{step.number:.15g}" if step.kind == "quality" else step.word
         for step in parse(recipe)
@@ -139,7 +139,7 @@ def fingerprint(recipe: Sequence[str]) -> str | None:
 
 
 def require(recipe: Sequence[str]) -> None:
-    """Raise UserError for a step that cannot run here, for example because a library is not installed."""
+    """Raise UserError for a step that cannot run here, for example without its library."""
     for step in parse(recipe):
         _require_library(step)
         if step.kind == "language" and step.name not in (languages := sorted(map(str, language_identifier().labels))):
@@ -170,7 +170,7 @@ def _language_model_digest() -> str:
 
 
 def model_digest(step: Step) -> str | None:
-    """Return the SHA-256 of the model of a `quality` or `language` step, else None."""
+    """Return the SHA-256 of a `quality` or `language` step's model, else None."""
     if step.kind == "language":
         _require_library(step)
         return _language_model_digest()

@@ -1,7 +1,7 @@
 """Application of a recipe to a corpus: which documents to train on, and what each step removed.
 
-Held-out documents are chosen from the raw text, so every recipe is scored on the same text; training text near to it is
-removed as `leaked`. Each job writes its result to `<cache>/recipes/<key>`, where a killed prepare
+Held-out documents are chosen from the raw text, so every recipe is scored on the same text; similar training text is
+removed as `leaked`. The corpus is processed in parts, with files in `<cache>/recipes/<key>`, where a killed prepare
 resumes.
 """
 
@@ -38,7 +38,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> Iterator[list[str]]:
-    """Group texts into lists, each ended once it has `size` characters or, unless None, `documents` texts."""
+    """Group texts into lists. A list ends at `size` characters or, unless None, at `documents` texts."""
     part: list[str] = []
     characters = 0
     for text in texts:
@@ -76,10 +76,10 @@ def read_texts(folder: Path, number: int, asked: Flags | None = None) -> list[st
 
 
 def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[Step]) -> int:
-    """Run one-document steps over the documents in part `number` where `asked` is True; return `number`.
+    """Run `steps` on the `asked` documents of part `number` of the corpus; return `number`.
 
     Writes to `<number>.<kind>`: `step` (documents,), the index of the step that removes each document or -1, and
-    `reason`, an index into the list `reasons`.
+    `reason`, an index into the JSON list `reasons`.
     """
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
@@ -94,10 +94,10 @@ def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[
 
 
 def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
-    """Hash the MinHash bands of the documents in part `number` where `asked` is True; return `number`.
+    """Hash the MinHash bands of the `asked` documents of part `number` of the corpus; return `number`.
 
-    Writes to `<number>.<kind>`: `bands` (bands, documents), a hash of `rows` numbers each, and `words` (documents,),
-    whether a document has words.
+    Writes to `<number>.<kind>`: `bands` (bands, documents), hashes of `rows` signature numbers, and `words`
+    (documents,), whether a document has words.
     """
     hashes, offsets = shingles.ngrams(read_texts(folder, number, asked), NEAR_WORDS)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
@@ -106,9 +106,9 @@ def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, ro
 
 
 def ngrams_part(folder: Path, number: int, kind: str, asked: Flags, words: int, as_sets: bool = False) -> int:
-    """Hash the n-grams, of `words` words, of documents in part `number` where `asked` is True; return `number`.
+    """Hash the `words`-word n-grams of the `asked` documents of part `number` of the corpus; return `number`.
 
-    Writes `hashes` and `offsets` to `<number>.<kind>`; `as_sets` applies `shingles.distinct`.
+    Writes `hashes` and `offsets` to `<number>.<kind>`, with `as_sets` distinct 32-bit ones.
     """
     grams: tuple[Any, Any] = shingles.ngrams(read_texts(folder, number, asked), words)
     hashes, offsets = shingles.distinct(*grams) if as_sets else grams
@@ -149,7 +149,7 @@ class Refinery:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self) -> Refinery:
-        """Decide which documents stay; return self. Fills `removed`, the step that removed each or -1, and `report`."""
+        """Run all steps; return self. Sets `removed` (documents,), the removing step or -1, and `report` (counts)."""
         require(self._recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
         with Pool() as pool:
@@ -225,7 +225,7 @@ class Refinery:
             self.held &= self._digests != np.uint64(self.highest)
 
     def _unwritten(self) -> Iterator[tuple[Path, int, list[str]]]:
-        """Yield (folder, number, texts) of parts whose file is missing or has other texts."""
+        """Yield (folder, number, texts) of the parts that no earlier prepare wrote with the same texts."""
         self._count = 0
         for number, part in enumerate(in_parts(self._corpus.documents(), PART_BYTES, PART_DOCUMENTS)):
             self._count = number + 1
@@ -322,7 +322,7 @@ class Refinery:
             self._progress(stage, done, len(self))
 
     def _bands(self, number: int, kind: str, bands: int) -> Callable[[int], shingles.Hashes]:
-        """Join the part files `kind` into one file per band. Return a function from a band's index to its hashes."""
+        """Join all parts' files `kind` into one file per band. Return a function from a band's index to its hashes."""
         files = [self.folder / f"all.{number}-{i:03d}" for i in range(bands)]
         for file in files:
             file.unlink(missing_ok=True)
@@ -333,7 +333,7 @@ class Refinery:
         return lambda i: np.fromfile(files[i], np.uint64)
 
     def _joined(self, number: int, kind: str) -> tuple[Any, npt.NDArray[np.int64]]:
-        """Join the `hashes` in the part files `kind`, memory-mapped. Return them, and where each document's start."""
+        """Join the `hashes` in all parts' files `kind`. Return them, memory-mapped, and each document's start there."""
         path, counts = self.folder / f"all.{number}-hashes", [np.zeros(1, np.int64)]
         with open(path, "wb") as file:
             for n, _ in self._parts:

@@ -27,9 +27,9 @@ _WORD[[*range(48, 58), *range(65, 91), *range(97, 123), 95, *range(128, 256)]] =
 
 
 def ngrams(texts: Sequence[str], n: int) -> tuple[Hashes, Offsets]:
-    """Return the hashes of all texts' word n-grams in order, and offsets (documents + 1,) where each text's begin.
+    """Return the hashes of all texts' word n-grams in order, and each text's start there, (documents + 1,).
 
-    A document with fewer than n words has one n-gram of all its words; one without words has none.
+    A text with 1 to n - 1 words has one n-gram; a text without words has none.
     """
     hash_arrays: list[Hashes] = [np.empty(0, np.uint64)]
     counts: list[Offsets] = [np.zeros(1, np.int64)]
@@ -80,7 +80,7 @@ def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
 
 
 def word_hashes(values: Hashes, starts: Offsets, ends: Offsets) -> Hashes:
-    """Hash each word of a text, given its bytes as `byte_values()` and the positions where words start and end."""
+    """Hash each word of a text, given the `byte_values()` of its bytes and where each word starts and ends."""
     return _mixed(run_hashes(values, starts, ends))
 
 
@@ -91,7 +91,7 @@ def gram_hashes(words: Hashes, length: int) -> Hashes:
 
 
 def run_hashes(values: Hashes, starts: Offsets | slice, ends: Offsets | slice) -> Hashes:
-    """Hash the slice of `values` from each start to its end, as a polynomial. Equal slices have equal hashes."""
+    """Hash `values[start:end]` for each start and end, as a polynomial. Equal slices have equal hashes."""
     powers, inverses = _powers(1 << max(len(values) - 1, 0).bit_length())
     sums = np.zeros(len(values) + 1, np.uint64)
     np.cumsum(values * powers[: len(values)], out=sums[1:])
@@ -121,9 +121,9 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -> tuple[int, int]:
-    """Return (bands, numbers per band) into which to cut signatures of `slots` numbers, with bands as long as possible.
+    """Return how to cut signatures of `slots` numbers: (bands, numbers per band), with bands as long as possible.
 
-    Of pairs whose similarity is `threshold`, at most the share `missed` has no band in common.
+    Of pairs with similarity `threshold`, at most the share `missed` has no band in common.
     """
     best = (1, 1)
     for rows in range(1, slots + 1):
@@ -160,7 +160,7 @@ def band_hashes(signed: npt.NDArray[np.uint32], bands: int, rows: int) -> Hashes
 
 
 def distinct(hashes: Hashes, offsets: Offsets) -> tuple[npt.NDArray[np.uint32], Offsets]:
-    """Return each document's distinct hashes, cut to 32 bits and sorted, and offsets where each document's start."""
+    """Return each document's distinct hashes, cut to 32 bits and sorted, and each document's start there."""
     document = np.repeat(np.arange(len(offsets) - 1, dtype=np.uint64), np.diff(offsets))
     keys = np.sort((document << np.uint64(32)) | (hashes >> np.uint64(32)))
     keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
