@@ -1,4 +1,4 @@
-"""Types of config fields: accepted values, and whether a field is part of a run's identity."""
+"""Types of config fields: accepted values, and whether a field counts in the run id."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Distinct = Annotated[list[T], UNIQUE]  # no value may be repeated
 
 
 def cosmetic(default: Any) -> Any:
-    """Make a dataclass field that is not part of a run's identity, because it does not change the result."""
+    """Declare a config field that run ids leave out, because it does not change the result."""
     return field(default=default, metadata={"cosmetic": True})
 
 
 def later(default: Any) -> Any:
-    """Declare a config field that is newer than run ids: at its default it is left out of the id."""
+    """Declare a config field added later: run ids leave it out at its default, so old ids stay the same."""
     return field(default=default, metadata={"later": True})

@@ -44,7 +44,7 @@ def write_atomic(
 
     Args:
         flush: Wait for the disk. If False, readers see the old or the new file, but a power cut may lose both.
-        place: Function to call instead of the rename, with the temporary and the final path.
+        place: Called with the temporary and the final path instead of the rename.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -66,7 +66,7 @@ def write_json(path: Path, value: Any, flush: bool = True) -> None:
 
 
 def create_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file unless it exists. Ignores errors such as a full disk."""
+    """Write a JSON file unless it exists. Ignores errors such as a full disk or a missing folder."""
 
     def place(whole: str, path: Path) -> None:
         try:
@@ -136,7 +136,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
 
     Raises:
         UserError: The file is unreadable, larger than `largest` bytes, or does not match `form`. The message names file
-            and field, and ends with `remedy`, which says what to do.
+            and field, and ends with the advice `remedy`.
     """
     import msgspec
     import yaml
@@ -158,7 +158,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Parse YAML with limits on levels and values, because nested aliases let a short text expand beyond any memory."""
+    """Parse YAML with limits on nesting and number of values, because aliases let a short text expand without bound."""
     import yaml
 
     # The C loader takes a tenth of the time, but deep nesting can crash it. Brackets and columns bound the depth.

@@ -46,7 +46,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def block_flops(model: ModelConfig, sequence_length: int) -> list[int]:
-    """Return, for each block, the FLOPs per token of its forward pass."""
+    """Return the FLOPs per token of each block's forward pass."""
     # Scores and weighted values, for each query over the full sequence or its window.
     keys, shape = min(sequence_length, model.window or sequence_length), model_shape(model)
     attention = 2 * keys * model.heads * (model.key_dim + model.head_dim)
@@ -54,7 +54,7 @@ def block_flops(model: ModelConfig, sequence_length: int) -> list[int]:
 
 
 def stage_blocks(config: RunConfig) -> list[range]:
-    """Return the range of blocks of each virtual pipeline stage (`parallel/schedules.py`), with nearly equal FLOPs."""
+    """Divide the blocks into ranges of nearly equal FLOPs, one per virtual pipeline stage (`parallel/schedules.py`)."""
     costs = tuple(block_flops(config.model, config.data.sequence_length))
     return _divided(costs, config.parallel.pp * config.parallel.chunks, 2 * model_shape(config.model).table)
 
@@ -68,7 +68,7 @@ _divided = lru_cache(maxsize=256)(lambda costs, stages, head: divide(costs, stag
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Return the FLOPs of matrix products per training token: forward, and backward with twice as many."""
+    """Return the FLOPs of matrix products per training token: three times the forward pass."""
     return 3 * (sum(block_flops(model, sequence_length)) + 2 * model_shape(model).table)
 
 
@@ -95,7 +95,7 @@ def flops_optimizer(config: RunConfig) -> float:
 
 
 def tokens_for_budget(model: ModelConfig, sequence_length: int, flops: float, convention: str = "exact") -> float:
-    """Return how many tokens of training spend `flops` on this model, by the convention `exact` or `6nd`."""
+    """Return how many training tokens cost `flops` on this model, by the convention `exact` or `6nd`."""
     if convention == "6nd":
         return flops / (6.0 * count_parameters(model).N_active)
     return flops / training_flops_per_token(model, sequence_length)

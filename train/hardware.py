@@ -1,4 +1,4 @@
-"""The device of a run, all calls to CUDA, and the rate of matrix products that MFU is relative to."""
+"""The device of a run, all calls to CUDA, and the peak rate of matrix products for MFU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .job.session import kept
 
 
 def on_gpu(x: Tensor | torch.device) -> bool:
-    """Return whether x is on a GPU, or on `meta`, where tests run the GPU's code and reading a value fails."""
+    """Return whether x is on a GPU, or on `meta`, where tests run the GPU's code."""
     return (x if isinstance(x, torch.device) else x.device).type != "cpu"
 
 
@@ -33,7 +33,7 @@ class Cuda:
         return torch.cuda.mem_get_info(device)[0]
 
     def start_peak(self, device: torch.device) -> int:
-        """Reset the device's statistics of peak memory. Return the bytes that PyTorch has allocated there now."""
+        """Reset the device's peak-memory statistics. Return the bytes that PyTorch has allocated there now."""
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
 
@@ -41,7 +41,7 @@ class Cuda:
         return torch.cuda.max_memory_allocated(device)
 
     def take(self, local_rank: int) -> torch.device:
-        """Make the GPU of the node's rank `local_rank` current and return it, also if each rank sees only one."""
+        """Make this rank's GPU current and return it: number `local_rank` modulo the number of visible GPUs."""
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
@@ -99,13 +99,13 @@ def read(x: Tensor) -> Tensor:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give memory that PyTorch caches but does not use back to the device."""
+    """Give unused memory that PyTorch caches back to the device."""
     if on_gpu(device):
         CUDA.empty_cache()
 
 
 def pick_device(name: str, option: str = "parallel.device") -> torch.device:
-    """Return the device `name`: cpu, cuda, or auto (the GPU if there is one). UserErrors call the setting `option`."""
+    """Return the device `name`: cpu, cuda, or auto (the GPU if there is one). `option` names the setting in errors."""
     available = torch.cuda.is_available()
     if name not in ("auto", "cpu", "cuda"):
         raise UserError(f"{option} is {name!r}; it must be auto, cpu or cuda")
@@ -144,7 +144,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05)
 
 
 def kept_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return `matmul_peak`. A session (`job/session.py`) measures it once per device, dtype and number of threads."""
+    """Return `matmul_peak`, measured once per `session` (`job/session.py`), device, dtype and number of threads."""
     return kept(("matmul_peak", device, dtype, torch.get_num_threads()), lambda: matmul_peak(device, dtype))
 
 
@@ -154,7 +154,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Call `step`; return how many bytes torch has allocated at the peak, beyond those allocated before."""
+    """Call `step`; return the peak of the bytes that torch allocates, minus those allocated before."""
     if on_gpu(device):
         synchronize(device)
         held = CUDA.start_peak(device)

@@ -86,7 +86,7 @@ def train(
 
 
 def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
-    """Return `shards`, or prepare the config's, calling `alive` meanwhile.
+    """Return `shards` or, if None, prepare the config's, calling `alive` meanwhile.
 
     Raises UserError if the tokenizer changed after planning, or has another vocabulary size than the model.
     """
@@ -159,7 +159,7 @@ class Trainer:
         return self.progress.step < self.config.steps
 
     def record_step(self, result: StepResult) -> None:
-        """Count a finished step. If a log line is due, check for divergence, validate if that is due too, and log."""
+        """Count a finished step. If a log line is due, check for divergence, validate if due, and log."""
         config, progress = self.config, self.progress
         progress.step += 1
         self.unwatched.append(result)
@@ -187,7 +187,7 @@ class Trainer:
             raise Stopped(f"stopped at step {step} of {config.steps}")
 
     def validate(self) -> dict[str, Any]:
-        """Score the held-out set. Return the fields of `HeldOut`, and the loss of each average of the weights."""
+        """Score the held-out set. Return metrics by name, also the loss of each average of the weights."""
 
         def beat() -> None:
             self.job.watchdog.beat(self.progress.step, "scoring the held-out set")
@@ -222,7 +222,6 @@ class Trainer:
         return summary
 
     def close(self) -> None:
-        """Close files, tracker and saver."""
         self.saver.close()
         if self.tracker is not None:
             self.tracker.finish()
@@ -247,7 +246,7 @@ class Trainer:
         self.report(f"resumed from step_{self.progress.step} of {self.config.steps} steps")
 
     def _watch(self) -> None:
-        """Check the loss of every step since the last call, so that `log_every` does not decide if a run diverges."""
+        """Check the losses of all steps since the last call for divergence."""
         if not self.unwatched:
             return
         losses = read(torch.stack([result.loss for result in self.unwatched])).tolist()

@@ -80,9 +80,9 @@ def rank_shares(config: RunConfig, device: str = "cuda") -> list[Share]:
 def replicated_elements(
     share: Share, config: RunConfig, count: Callable[[Parameter], int] = lambda p: p.size
 ) -> list[tuple[int, int]]:
-    """Return how many elements a rank holds, and how many ranks hold the same: one pair for experts, one for the rest.
+    """Return (elements that a rank holds, ranks that hold the same ones), for the experts and for the rest.
 
-    `count` gives what to sum for a parameter instead of its elements.
+    `count` gives what to sum over parameters instead of their elements.
     """
     total = share.in_blocks(count) + sum(map(count, share.outside))
     data, ep = config.parallel.data, config.parallel.ep
@@ -129,7 +129,7 @@ def _state(config: RunConfig, share: Share) -> tuple[int, int, int]:
         return parameter.size * elements + sum(of_matrices)
 
     def owned(count: Callable[[Parameter], int], first: int) -> int:
-        """Sum `count` over this rank's parameters or, if the ZeRO stage is at least `first`, its share of them."""
+        """Sum `count` over the parameters that this rank stores: all, or from ZeRO stage `first` on its share."""
         return sum(
             size // ranks if zero >= first else size for size, ranks in replicated_elements(share, config, count)
         )
@@ -184,9 +184,7 @@ def _kept_by_block(share: Share) -> int:
 
 
 def _attention(share: Share) -> tuple[int, int]:
-    """Return the bytes that attention saves for a block's backward pass, and those of its inputs, which are saved
-    instead if attention is recomputed.
-    """
+    """Return the bytes that a block's attention saves for the backward pass: without and with its recomputation."""
     heads = share.tokens * share.heads * share.itemsize
     queries, keys = heads * share.head_dim, share.tokens * share.kv_heads * share.head_dim * share.itemsize
     softmax = 0  # saved by `_BlockAttention` on CPUs
@@ -205,7 +203,7 @@ def _attention(share: Share) -> tuple[int, int]:
 
 
 def _loss(share: Share) -> tuple[int, int]:
-    """Return the bytes saved between the last block and the loss, and the temporary ones of the loss's derivatives."""
+    """Return the bytes saved between the last block and the loss, and temporary bytes of the loss's backward pass."""
     e, stream = share.itemsize, share.rows * share.width * share.itemsize
     logits, table, narrow = share.tokens * share.vocabulary, share.table * e, e < FP32
     if share.split:  # saves the logits; the derivative overwrites them, in low precision through fp32

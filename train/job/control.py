@@ -29,7 +29,7 @@ class _Raised:
 def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
     """Call a function on every rank and return this rank's result; if it raises on any rank, all ranks raise.
 
-    With `only_first`, only rank 0 calls it, and all ranks return that result. The function must not communicate.
+    With `only_first`, only rank 0 calls it, and all ranks return rank 0's result. The function must not communicate.
 
     Raises:
         UserError, OSError: The function raised it. The message names the first failed rank unless all raised the same.
@@ -99,7 +99,7 @@ def check_same_config(mesh: Mesh, config: RunConfig) -> None:
 
 
 class Agreement:
-    """An agreement of all ranks on whether to stop or save: every rank gets the same answer at the same step."""
+    """Agreement of all ranks on whether to stop or save: each gets the same answer at the same step."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._control = mesh.control
@@ -107,9 +107,9 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def __call__(self, stop: bool, save: bool) -> tuple[bool, bool]:
-        """Send this rank's flags; return whether any rank set each flag at the previous call (one process: this call).
+        """Send this rank's flags. Return whether any rank set `stop`, and `save`, at the previous call.
 
-        Every rank calls it at every step, and waits only for the previous call's flags.
+        Every rank must call it at every step. In one process it returns its own flags at once.
         """
         if self._control is None:
             return stop, save
@@ -119,7 +119,7 @@ class Agreement:
         return agreed
 
     def close(self) -> tuple[bool, bool]:
-        """Wait for the last call's (stop, save) and return them. Call it before the process group is destroyed."""
+        """Return whether any rank set `stop`, and `save`, at the last call. Call it before the process group ends."""
         if self._work is None:
             return False, False
         self._work.wait()

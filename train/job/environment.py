@@ -1,4 +1,4 @@
-"""Detection of this process's rank and job from the launcher's environment variables."""
+"""Detection of this process's rank from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ranks:
 def detect(environment: Mapping[str, str] | None = None) -> Ranks:
     """Detect this process's rank from submitit's or torchrun's variables. Without either the job is one process.
 
-    SLURM's variables count only in a task that submitit started; those of a torchrun inside such a task come first.
+    SLURM's variables count only in a task that submitit started; torchrun's inside such a task have priority.
     """
     env = os.environ if environment is None else environment
     host = socket.gethostname()

@@ -76,13 +76,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def failure_at(nodes: Sequence[str], ranks: Sequence[int], cause: Cause, reason: str, step: int | None) -> Failure:
-    """Describe a failure of `ranks`, naming the first. `nodes`: the node of every rank of the job; empty: unknown."""
+    """Return the failure of the `ranks` at fault. `nodes`: the node of every rank of the job; empty if unknown."""
     hosts = tuple(nodes[rank] for rank in ranks) if nodes else ()
     return Failure(cause, reason, ranks[0], hosts[0] if hosts else None, step, hosts)
 
 
 def note_failure(directory: Path, failure: Failure) -> None:
-    """Write failure.json into a run's folder unless it exists, so the first report stays. Ignores a full disk."""
+    """Write failure.json into a run's folder unless it exists. Ignores a full disk."""
     create_json(directory / FAILURE, asdict(failure))
 
 
@@ -93,7 +93,7 @@ def read_failure(directory: Path) -> Failure | None:
 
 
 def parse_failure(values: dict[str, Any]) -> Failure:
-    """Make a failure from its fields, all optional; if any field is invalid, the cause is unknown."""
+    """Make a failure from its fields, all optional. If a field is invalid, the cause is UNKNOWN."""
     try:
         return msgspec.convert(values, Failure)
     except msgspec.ValidationError as error:

@@ -41,7 +41,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
 
 
 def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tuple[list[ForkProcess], list[Connection]]:
-    """Run `target(number, sender, *arguments)` in `count` forks; return the processes and each sender's receiver."""
+    """Run `target(number, sender, *arguments)` in `count` forks; return processes and pipes to read from."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     processes = [context.Process(target=target, args=(n, pipes[n][1], *arguments)) for n in range(count)]
@@ -53,10 +53,7 @@ def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tup
 
 
 def _collect(processes: list[ForkProcess], receivers: list[Connection], timeout: float) -> dict[int, tuple[bool, Any]]:
-    """Return rank -> (succeeded, result or error) of ranks that answer within `timeout` seconds, in order of arrival.
-
-    The first failure causes the later ones.
-    """
+    """Return rank -> (succeeded, result or error), earliest first, of ranks that answer or end in `timeout` seconds."""
     answers: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout
     while waiting := {r: p for r, p in enumerate(processes) if r not in answers}:

@@ -1,4 +1,4 @@
-"""One rank's part in its job: its identity, its signs of life, and its decisions with the other ranks."""
+"""One rank's part in its job: identity, signs of life, and decisions with the other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class Job:
-    """One rank's handle on its job. With a single process its calls do nothing."""
+    """One rank's handle on its job."""
 
     mesh: Mesh
     device: torch.device

@@ -1,4 +1,4 @@
-"""A run's progress, its smoothed loss and the test for divergence. Saved in checkpoints."""
+"""A run's progress, its smoothed loss and the test for divergence."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def meet(
 ) -> Iterator[tuple[Mesh, Store | None]]:
     """Make this process a rank of its job while the block runs.
 
-    Yields the mesh, and the store for messages between ranks (None for one rank without torchrun). Rank 0's address is
-    in `folder`. Raises UserError if rank 0 was not found in time, or a tensor-parallel group spans nodes.
+    Yields the mesh, and the store for messages between ranks (None for one rank without torchrun). Rank 0 writes
+    its address to `folder`. Raises UserError if rank 0 was not found in time, or a tensor-parallel group spans nodes.
     """
     if on_gpu(device):
         device = CUDA.take(ranks.local_rank)
@@ -142,7 +142,7 @@ def _connect(address: _Address, timeout: float) -> Store | None:
 
 
 def leave(store: Store, rank: int, size: int, patience: float) -> None:
-    """Report that this rank no longer needs the store. Rank 0, its server, waits up to `patience` seconds for all."""
+    """Report that this rank no longer needs the store. Rank 0, its server, waits for all, up to `patience` seconds."""
     with suppress(dist.DistError):  # rank 0 may be dead
         store.set(farewell(rank), "")
         if rank == 0:  # the store is in this process, and other ranks may still read it

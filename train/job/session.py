@@ -21,7 +21,7 @@ def session() -> Iterator[None]:
 
 
 def kept(key: Hashable, make: Callable[[], Kept]) -> Kept:
-    """Return the object that the `session` caches for a key, or make it. Without a session always make it."""
+    """Return the `session`'s object for `key`, made at the first call. Without a session, make it at every call."""
     store = _STORE.get({})
     if key not in store:
         store[key] = make()

@@ -61,15 +61,15 @@ class Seen:
     alive: float  # when its process published
 
     def is_silent(self, now: float, timeout: float) -> bool:
-        """Return whether the process published nothing for half of `timeout`, in seconds; waiting ranks do publish."""
+        """Return whether the process published nothing for half of `timeout` seconds. Waiting ranks do publish."""
         return now - self.alive >= timeout / 2
 
 
 def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
-    """Return the ranks that block the job: those that publish nothing, else those furthest behind.
+    """Return the ranks that block the job: ranks that publish nothing or, if there are none, the ranks furthest behind.
 
-    Empty until a rank has published nothing, or all have made no progress, for `timeout` seconds. Those furthest behind
-    are at the earliest step, and among these at the code position of the fewest ranks.
+    Returns [] until a rank has published nothing, or all have made no progress, for `timeout` seconds. Furthest behind
+    are ranks at the earliest step and, among these, at the code position with the fewest ranks.
     """
     running = {rank: entry for rank, entry in seen.items() if not entry.beat.ended}
     silent = [rank for rank, entry in running.items() if entry.is_silent(now, timeout)]
@@ -87,7 +87,7 @@ def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
 
 
 def pid_space() -> str:
-    """Return a name for the machine boot and container in which process ids are unique; empty if unknown."""
+    """Return an id of this machine's boot and PID namespace, within which process ids are unique; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -104,13 +104,13 @@ def is_running(pid: int) -> bool:
 
 
 class Watchdog:
-    """A monitor of a job's ranks while its block runs. An error due to a lost rank becomes one that names the rank.
+    """A monitor of a job's ranks while its block runs.
 
     All ranks enter it, and call `beat` at every step and during long work. Without a store (one process without a
     launcher) it does nothing.
 
     Raises:
-        RankError: Another rank ended and caused the error; or, on entry, a rank is missing.
+        RankError: A lost rank, named in the message, caused the error in the block; or, on entry, a rank is missing.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class Watchdog:
         )
 
     def _last_step(self, rank: int) -> int | None:
-        """Return a silent rank's last step, or this rank's if that is later; None before the first."""
+        """Return the later of the step that a silent rank last published and this rank's; None before the first."""
         steps = [step for step in (self._seen[rank].beat.step, self._beat.step) if step is not None]
         return max(steps, default=None)
 

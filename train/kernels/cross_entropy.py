@@ -21,9 +21,9 @@ LONGEST_BLOCK = 8192  # maximum columns that a program holds at a time; 16 per t
 def fused_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses (n,), and `scale` times their derivative by the logits.
+    """Return the losses (n,), and the logits, overwritten by `scale` times the losses' derivative unless `scale` is 0.
 
-    Unless `scale` is 0, the derivative overwrites the logits, (n, V) with contiguous rows.
+    The logits are (n, V) with contiguous rows.
     """
     return cross_entropy_(logits, targets, vocab_size, z_loss, scale), logits
 

@@ -7,7 +7,7 @@ Special here:
 - The kernels are `torch.library` custom ops: compile and recompute see one op that saves q, k, v, its output and one
   number per row.
 
-Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691); grouped queries (Ainslie et al. 2023, arXiv 2305.13245).
+FlashAttention-2 (Dao 2023, arXiv 2307.08691); grouped queries (Ainslie et al. 2023, arXiv 2305.13245).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Three launches: delta; dK and dV, one program per block of keys; dQ, one per blo
 S and dP: 7 products, where atomic sums of dQ would need 5. Transposed scores make P^T and dS^T left operands in
 registers.
 
-Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 2).
+FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 2).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _key_grads(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return dk and dv (keys, D) plus the terms of QUERIES queries from `start` on; scores are (keys, queries)."""
+    """Add the terms of QUERIES queries from `start` on to dk and dv (keys, D), and return both."""
     k, v, keys = key_block
     q_base, q_stride, grad_base, grad_stride, lse_row, delta_row = query_head
     rows = start + tl.arange(0, QUERIES)
@@ -101,7 +101,10 @@ def key_kernel(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write DK and DV (batch, keys, kv_heads, D), contiguous; Ends is the result of `query_ends`, or None."""
+    """Write DK and DV (batch, keys, kv_heads, D), contiguous.
+
+    Ends (batch, blocks, 2), from `query_ends`: where the queries that see each block of keys end; None without First.
+    """
     Q, K, V, Grad, Lse, Delta = inputs
     q_strides, k_strides, v_strides, grad_strides = strides
     # The first keys have the most queries, and are launched first.
@@ -185,7 +188,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write DQ (batch, time, heads, D), contiguous, in the forward kernel's order of keys."""
+    """Write DQ (batch, time, heads, D), contiguous."""
     Q, K, V, Grad, Lse, Delta = inputs
     q_strides, k_strides, v_strides, grad_strides = strides
     block, batch, head = program_place(time, heads, QUERIES)
@@ -224,9 +227,9 @@ def query_kernel(  # type: ignore[no-untyped-def]
 
 
 def query_ends(first: Tensor, keys: int, key_time: int) -> Tensor:
-    """Return, for each block of keys, how many queries have `first` at most its first key, and at most its last key.
+    """Return two positions per key block: queries from the first on do not see all of it, from the second on nothing.
 
-    `first` never decreases, so queries from the first number on do not see the whole block, from the second on nothing.
+    As `first` never decreases, these are the numbers of queries with `first` at most the block's first and last key.
 
     Args:
         first: (batch, time) int32.
@@ -253,7 +256,7 @@ def backward(
     scale: float,
     ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernels. Returns derivatives of query, key and value, contiguous, shaped and typed as these.
+    """Return the derivatives of query, key and value, contiguous, with the same shapes and types.
 
     Args:
         grad: derivative of out, any strides with the last dimension contiguous.

@@ -1,6 +1,6 @@
 """Block sizes, warps and pipeline stages of the FlashAttention kernels, by head size, type and GPU generation.
 
-A table (flash_blocks.toml) instead of an autotuner, so that all nodes launch the same. The sizes come from compiler
+A table (flash_blocks.toml), not an autotuner, so that all nodes launch the same. The sizes come from compiler
 output (`isoflop bench kernels --static`): large blocks that spill no register and fit the shared memory of the smallest
 GPU of the generation. Not timed yet.
 """
@@ -36,7 +36,7 @@ TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 
 def blocks_for(query: Tensor, precision: str) -> Blocks:
-    """Return the kernels' launch options for a query of this head size, type and device, and this fp32 `precision`."""
+    """Return the kernels' launch options by the query's head size and GPU or, in fp32, `precision` (tf32 or ieee)."""
     generation = {9: "hopper", 10: "blackwell"}.get(capability_of(query)[0], "ampere")
     entries = TABLE[precision if query.dtype == torch.float32 else generation]
     launches = next(launches for largest, launches in entries.items() if query.shape[-1] <= int(largest))
@@ -44,7 +44,7 @@ def blocks_for(query: Tensor, precision: str) -> Blocks:
 
 
 def dot_precision() -> str:
-    """Return Triton's name for how to multiply fp32 blocks: tf32 if PyTorch's products may use it, else ieee."""
+    """Return how Triton multiplies fp32 blocks: tf32 if PyTorch's products may use it, else ieee."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 

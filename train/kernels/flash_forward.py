@@ -4,7 +4,7 @@ Query i sees `first[i] <= j <= i + ahead`, so a program's key blocks are one ran
 start of a document or window, those that all queries see whole, and those on the diagonal. The softmax is online and in
 base 2. Query blocks are launched last first, because they have the most keys.
 
-Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1); online softmax (Milakov & Gimelshein 2018,
+FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1); online softmax (Milakov & Gimelshein 2018,
 arXiv 1805.02867).
 """
 
@@ -41,7 +41,7 @@ def head_of(base, batch, head, strides):  # type: ignore[no-untyped-def]
 def load_rows(  # type: ignore[no-untyped-def]
     base, start, stride, time, ROWS: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Load rows start .. start + ROWS of a (time, D) view; columns from D on are 0, with EDGE also rows past `time`."""
+    """Load ROWS rows from `start` of a (time, D) view; 0 for columns past D and, with EDGE, rows past `time`."""
     PADDED_D: tl.constexpr = triton.next_power_of_2(D)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
@@ -57,7 +57,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_rows(base, start, stride, time, values, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store `values` (ROWS, PADDED_D) to a (time, D) view from row `start` on, except what is outside it."""
+    """Store `values` (ROWS, PADDED_D) to a (time, D) view from row `start` on, cropped to the view."""
     rows, columns = tl.arange(0, values.shape[0]), tl.arange(0, values.shape[1])
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
     inside = (start + rows < time)[:, None] & (columns < D)[None, :]
@@ -70,7 +70,7 @@ def key_range(  # type: ignore[no-untyped-def]
 ):
     """Return (begin, whole_begin, whole_end, end) of the keys that QUERIES queries from `start` on see.
 
-    They see no key outside begin .. end, and all see those in whole_begin .. whole_end.
+    Every query sees all keys in whole_begin .. whole_end, and none outside begin .. end.
     """
     last = tl.minimum(start + QUERIES, time) - 1
     end = tl.minimum(last + ahead + 1, key_time)
@@ -85,7 +85,7 @@ def key_range(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def masked_block(index, begin, whole_begin, whole_end, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first key of masked block `index`, counted from `begin` to `whole_begin`, then from `whole_end` on."""
+    """Return the start of masked block `index`, counted from `begin` to `whole_begin`, then from `whole_end` on."""
     ahead = (whole_begin - begin) // BLOCK
     return tl.where(index < ahead, begin + index * BLOCK, whole_end + (index - ahead) * BLOCK)
 

@@ -21,7 +21,7 @@ def document_starts(tokens: Tensor, end: int) -> Tensor:
 
     Args:
         tokens: (batch, time) ids.
-        end: id of the token that ends a document and belongs to it. A row also starts a document.
+        end: id of a document's last token. A row also starts a document.
     """
     position = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     begins = torch.zeros_like(tokens, dtype=torch.int32)
@@ -59,8 +59,8 @@ def visible_mask(first: Tensor, dtype: torch.dtype) -> Tensor:
 class _BlockAttention(torch.autograd.Function):
     """softmax(Q K^T) V in blocks of queries, each with the keys that it can see; Q is already scaled.
 
-    Q, K and V are (batch * heads, time, head_dim). The mask, (batch, 1, time, time), is added to the scores. With a
-    window it must hide all keys before the window.
+    Q, K and V are (batch * heads, time, head_dim). The mask, (batch, 1, time, time), is added to the scores. It
+    must hide all keys before the window.
     """
 
     @staticmethod
@@ -114,7 +114,7 @@ def causal_attention(
     Args:
         key, value: (batch, kv_heads, time, head_dim); each serves heads / kv_heads query heads.
         mask: (batch, 1, time, time) from `visible_mask`; None: a query sees all keys up to its own.
-        window: the window in the mask; used to skip keys that a whole block of queries does not see.
+        window: the mask's window, used to skip hidden blocks of keys.
     """
     batch, heads, time, head_dim = query.shape
     on_cpu, keeps_softmax = not on_gpu(query), query.dtype == torch.bfloat16 and time <= LONGEST_KEPT

@@ -59,10 +59,10 @@ class Choice:
 def choose_backend(requested: str, work: Work, installed: Set[str]) -> Choice:
     """Return the backend that computes a model's attention, and the reason.
 
-    `auto` prefers our kernel if there is a mask, of which PyTorch would read (batch, time, time) numbers, else PyTorch.
+    `auto` prefers our kernel if there is a mask, which PyTorch would read as (batch, time, time) numbers; else PyTorch.
 
     Raises:
-        UserError: the requested backend is not installed, or cannot do `work`; the message lists those that can.
+        UserError: the requested backend is not installed, or cannot do `work`; the message lists usable ones.
     """
     able = [name for name in PACKAGES if name in installed and obstacle(name, work) is None]
     if requested == "auto":
@@ -119,7 +119,7 @@ class Backend:
     reads: str  # the form that `seen` returns: mask | first
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask or first visible positions that the kernel needs, or None if queries see all before them."""
+        """Return the mask or, for our kernel, each query's first visible position. None: all see from position 0 on."""
         first = first_visible(tokens, first, window)
         return first if first is None or self.reads == "first" else visible_mask(first, dtype)
 
@@ -130,7 +130,7 @@ class Backend:
 
         Args:
             key, value: (batch, time, kv_heads, head_dim); each serves heads / kv_heads query heads.
-            seen: result of the method `seen` with the same window.
+            seen: what the method `seen` returned for this window.
             window: maximum number of tokens that a query sees, itself included; None: no limit.
         """
         # A window that hides nothing must give the same bits as no window.
@@ -163,11 +163,7 @@ def select_backend(
     head_dim: int,
     *masks: bool,  # has_window, has_documents, has_ring of `Work`
 ) -> tuple[Choice, Backend]:
-    """Choose and load a backend, or raise UserError; with `auto`, PyTorch's if the chosen one cannot be imported.
-
-    Args:
-        masks: has_window, has_documents and has_ring of `Work`.
-    """
+    """Choose and load a backend, or raise UserError. With `auto`, take PyTorch's if the choice cannot be imported."""
     capability = CUDA.capability(device) if on_gpu(device) else None
     work = Work("cuda" if on_gpu(device) else "cpu", capability, dtype, head_dim, *masks)
     choice = choose_backend(requested, work, installed())
