@@ -1,7 +1,7 @@
 """Score checkpoints on a suite of tasks, and write the scores and every item.
 
 Both files are complete after every task, and a killed evaluation continues with the same numbers. A recorded score is
-used again until its task has other items or prompts, or lm-eval's version, the precision or our scoring changes.
+reused until items, prompts, lm-eval's version, the precision or our scoring change.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class Evaluator:
         precision: Type of the weights, "fp32" or "bf16".
         batch_tokens: Bound on rows times length of one forward pass; None takes the device's default.
         average: Span of the weight average to score, as a share of the steps so far; None scores the weights.
-        ngram: An item is contaminated if it shares this many consecutive words with the training text; None skips the
-            search.
+        ngram: Consecutive words that make an item contaminated if the training text has them; None skips the search.
         ranks: Processes that share the work (see `ranks.on_ranks`); only rank 0 writes.
     """
 
@@ -76,15 +75,15 @@ class Evaluator:
     ) -> dict[str, Any]:
         """Score a checkpoint, write the scores as JSON and every item next to them, and return the scores.
 
-        Scores of this checkpoint that `output` already holds are kept, including those of other tasks.
+        Earlier scores of this checkpoint in `output` are kept, also of other tasks.
 
         Args:
             path: Checkpoint, or run directory (its newest valid checkpoint is used).
             output: File of scores; `items_path(output)` is the file of items.
             held_out: val_loss, val_loss_se and val_bpb as measured in training; None computes them.
             keep_items: Whether to write items; an existing file of items is always updated.
-            decode: Whether to measure the time of one generated token, once per checkpoint.
-            progress: Called with lines about the progress.
+            decode: Whether to time one generated token, once per checkpoint.
+            progress: Called with each line of progress.
 
         Raises:
             UserError: There is no checkpoint, or the output cannot be written.
@@ -132,7 +131,7 @@ class Evaluator:
                 say(f"{task.name}: {_in_words(record.tasks[task.name])}")
 
     def _contamination(self, loaded: Any, say: Report) -> Contamination:
-        """Return the indices of contaminated items by task, and the reason if they are unknown, else None."""
+        """Return the indices of contaminated items by task, and None; if they are unknown, {} and the reason."""
         key = canonical_json([to_dict(loaded.config.data), self.ngram])
         if key not in self.contaminated:
             self.contaminated[key] = run_on_ranks(
@@ -183,7 +182,7 @@ def load_scored(path: Path, device: str, dtype: torch.dtype, average: float | No
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:
-    """Return the result of `worst_windows`; if it fails or is not finite, losses are None and `withheld` is why."""
+    """Call `worst_windows`; without a finite loss, return losses of None and the reason as `withheld`."""
     try:
         losses = worst_windows(loaded)
     except UserError as error:  # the corpus is on another machine
@@ -194,10 +193,10 @@ def _held_out(loaded: Any) -> dict[str, Any]:
 
 
 def worst_windows(loaded: Any) -> dict[str, Any]:
-    """Return the held-out loss on the run's own corpus: val_loss (nats per token), val_loss_se, val_bpb, worst.
+    """Compute the held-out loss on the run's own corpus: val_loss (nats per token), val_loss_se, val_bpb, worst.
 
-    `worst` lists the `WORST` windows of highest loss (NaN first) as {index, loss, text of the predicted tokens}.
-    Raises UserError if the corpus is not on this machine or has changed.
+    `worst` lists the `WORST` windows of highest loss (NaN first) as {index, loss, text of the predicted tokens}. Raises
+    UserError if the corpus is not on this machine or has changed.
     """
     windows, losses, numbers = score_windows(loaded)
     length = windows.shape[1] - 1

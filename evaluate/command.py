@@ -1,7 +1,7 @@
 """Run lm-eval's own command with `--model isoflop`, which is one of our checkpoints.
 
-lm-eval 0.4.13 searches only its own modules for models, so ours is registered before its parser runs. Shots, limits
-and output are lm-eval's; answers, and the data of benchmarks that are staged, are those of `isoflop evaluate`.
+lm-eval 0.4.13 searches only its own modules for models, so ours is registered before its parser runs. Shots, limits and
+output are lm-eval's; answers and staged data are those of `isoflop evaluate`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 - An item is its question and its right answer, without few-shot examples, with and without the words that open or close
   every question of its task. It is contaminated if a training document contains `ngram` consecutive words of it.
-- Of an item shorter than `ngram` the whole is looked up if it has 8 words or more: shorter ones occur by chance.
-- Equal 64-bit hashes count as equal: for 1e6 n-grams in 1e12 words, one in 20 searches has a false match.
+- A shorter item is looked up whole if it has 8 words or more: fewer occur by chance.
+- Hashes have 64 bits: for 1e6 n-grams in 1e12 words, one in 20 searches has a false match.
 
 13 and 8: GPT-3 (Brown et al. 2020, arXiv:2005.14165, appendix C).
 """
@@ -60,8 +60,8 @@ def overlaps(
 ) -> dict[str, set[int]]:
     """Find the items that share `ngram` consecutive words with the training text; return their indices by task.
 
-    Indices are as in `SuiteTask.indices`. Results are cached for each task. Raises UserError if there is no training
-    text, or if the cache cannot be written.
+    Shorter items of 8 words or more are looked up whole. Indices are as in `SuiteTask.indices`. Results are cached for
+    each task. Raises UserError without training text, or if the cache cannot be written.
     """
     if not len(shards.train):
         raise UserError(f"{shards.directory} has no training text to search for items")
@@ -106,7 +106,7 @@ def _read(files: dict[str, Path]) -> dict[str, set[int]]:
 def normalised(text: str | bytes) -> bytes:
     """Prepare text for `words_and_ends`: NFKC, lower case, blanks for non-ASCII punctuation and around ideographs.
 
-    ASCII bytes stay as they are, because `words_and_ends` handles them; `END` between documents stays too.
+    Documents of ASCII bytes, which `words_and_ends` handles, and `END` between documents are unchanged.
     """
     if isinstance(text, bytes):
         if text.isascii():
@@ -118,7 +118,7 @@ def normalised(text: str | bytes) -> bytes:
 
 
 def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
-    """Return, for the w words of normalised text, their hashes, (w,), and how many documents end before each, (w,)."""
+    """Return hashes of the w words of normalised text, (w,), and how many documents end before each word, (w,)."""
     raw = np.frombuffer(text, np.uint8)  # (b,)
     edges = np.flatnonzero(np.diff(_IS_WORD.take(raw), prepend=False, append=False))  # starts and ends take turns
     starts, ends = edges[::2], edges[1::2]
@@ -130,9 +130,11 @@ def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
 
 @dataclass
 class _Index:
-    """The n-grams of all items: hashes (g,), ascending; lengths in words; (task, index) of each one's items (`owners`).
+    """The n-grams of all items.
 
-    `near` (2**_FILTER_BITS,): whether any hash starts with these bits; `found` (g,): whether the training text has it.
+    `grams` (g,): hashes, ascending; `lengths`: in words; `owners`: (task, index) of the items that have each n-gram;
+    `near` (2**_FILTER_BITS,): whether any hash starts with the bits of the position; `found` (g,): whether the training
+    text has the n-gram.
     """
 
     grams: Words
@@ -143,7 +145,7 @@ class _Index:
 
 
 def item_words(task: SuiteTask) -> list[list[Words]]:
-    """Return two word sequences to search for per item: without the words that all questions share, and with them."""
+    """Return two word sequences per item to search for: without and with the words that all questions share."""
     pairs = [item_texts(task.task, doc) for doc in task.task.frozen_docs]
     questions = [words_and_ends(normalised(question))[0] for question, _ in pairs]
     answers = [words_and_ends(normalised(answer))[0] for _, answer in pairs]
@@ -157,9 +159,9 @@ def item_words(task: SuiteTask) -> list[list[Words]]:
 
 
 def item_texts(task: Any, doc: Any) -> tuple[str, str]:
-    """Return the question of an item, without few-shot examples, and its first right answer; either may be empty.
+    """Return an item's question, without few-shot examples, and its first right answer; either may be empty.
 
-    If the choices are beginnings of one ending (WinoGrande), the right one is the question, the ending the answer.
+    If the choices share one ending (WinoGrande), the right choice is the question and the ending the answer.
     """
     text, target = task.doc_to_text(doc), task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "multiple_choice" and hasattr(task, "doc_to_choice"):
@@ -239,7 +241,7 @@ def _stream(shards: Shards, index: _Index, progress: Report) -> None:
 
 
 def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> None:
-    """Mark in `index.found` the n-grams within documents of a text. Its first or last word is skipped if cut."""
+    """Mark in `index.found` each n-gram within a document of `text`. A cut first or last word of `text` is skipped."""
     text = normalised(text)
     words, documents = words_and_ends(text)
     inside = slice(1 if cut_before else 0, len(words) - 1 if cut_after else len(words))
@@ -272,7 +274,7 @@ def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:
 
 
 def _byte_table(path: Path, vocab_size: int) -> list[bytes] | None:
-    """Return the bytes of each token id of a tokenizer.json, or None if it is not a byte-level BPE."""
+    """Return the bytes of each token id of a tokenizer.json; None if it is not a byte-level BPE."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if (content.get("decoder") or {}).get("type") != "ByteLevel" or content["model"].get("type") != "BPE":
         return None

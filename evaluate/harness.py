@@ -1,7 +1,7 @@
 """Our models as lm-eval sees them, in this process and without transformers.
 
-lm-eval builds prompts and computes metrics; this file computes ids, windows and sums. Prompts that are too long are cut
-on the left, as in lm-eval's `hf` model; a *continuation* that is too long is scored by lm-eval's rolling windows.
+lm-eval builds prompts and computes metrics. Prompts that are too long are cut on the left, as in lm-eval's `hf` model;
+a *continuation* that is too long is scored by lm-eval's rolling windows.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class CheckpointLM(TemplateLM):
         return results
 
     def _continue(self, contexts: list[str], places: list[int], group: str, settings: Any) -> list[str]:
-        """Generate a text after each context. Seeds depend on the requests' indices `places`, so repeats differ."""
+        """Generate a text after each context. The requests' indices, `places`, give the seeds, so repeats differ."""
         limit, stops = settings["max_gen_toks"], [stop for stop in settings["until"] if stop]
         decode = self.text.decode
         # As in lm-eval's `hf` model, the prompt is cut to leave room for the answer. If the answer alone fills the
@@ -239,16 +239,16 @@ class CheckpointLM(TemplateLM):
 
 
 def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Request]:
-    """Split a text into lm-eval's windows, each after one token of context; that of the first window is `prefix`.
+    """Split a text into lm-eval's windows, each after one token of context, which is `prefix` for the first window.
 
-    The last window, which is shorter, has as many tokens of context as fit.
+    If the last window is shorter, as much context as fits into `max_length` precedes it.
     """
     windows = get_rolling_token_windows(tokens, prefix, max_length, context_len=1)
     return [Request(*make_disjoint_window(window)) for window in windows]
 
 
 def answer_task(lm: CheckpointLM, entry: SuiteTask) -> tuple[list[ItemResult], dict[str, float | None]]:
-    """Run a task; return its items with the model's answers, and metrics that are no mean over items (perplexity, F1).
+    """Run a task. Returns its items with the model's answers, and metrics that are not a mean over items, such as F1.
 
     Metrics that are not finite are None.
     """

@@ -1,7 +1,7 @@
 """Scores of a task from the results of its items, with standard errors and chance level, and a suite's mean.
 
 Below a billion parameters accuracy jumps about near chance, while gold bits per byte and p_right move smoothly with
-compute. A model that returns NaN has no score, and the item is named.
+compute.
 
 p_right and margin: Magnusson et al. 2025 (arXiv:2504.11393). Centered accuracy: Li et al. 2024 (arXiv:2406.11794).
 """
@@ -58,7 +58,7 @@ class ItemResult:
 
     @property
     def margin(self) -> float | None:
-        """Return p_right minus the probability of the likeliest wrong choice; None without one."""
+        """Return p_right minus the probability of the likeliest wrong choice; None without right or wrong choices."""
         shares, right = self._shares, self.p_right
         if shares is None or right is None or len(set(self.right or ())) == len(shares):
             return None
@@ -85,9 +85,9 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def error_of_alike(count: int) -> float:
-    """Return the standard error of an accuracy if `count` answers are all right or all wrong, where s / sqrt(n) is 0.
+    """Return the standard error of an accuracy whose `count` answers are all right or all wrong.
 
-    It assumes two more right and two more wrong answers (Agresti & Coull 1998).
+    Because s / sqrt(n) would be 0, it assumes two more right and two more wrong answers (Agresti & Coull 1998).
     """
     share = 2 / (count + 4)
     return math.sqrt(share * (1 - share) / (count + 4))
@@ -99,9 +99,9 @@ def gold_bits_per_byte(log_probability: float, text: str) -> float:
 
 
 def ratio_and_error(amounts: Sequence[float], sizes: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return sum(amounts) / sum(sizes) over texts and its standard error. Of one text the error is None, of none both.
+    """Return sum(amounts) / sum(sizes) over texts and its standard error (Cochran 1977, chapter 6).
 
-    See Cochran 1977, chapter 6.
+    With one text the error is None; without texts both are.
     """
     if not len(amounts):
         return None, None
@@ -121,9 +121,9 @@ ALWAYS = ("acc", "acc_norm")
 def task_scores(items: Sequence[ItemResult], contaminated: Collection[int] | None = None) -> dict[str, Any]:
     """Return a task's scores: `<metric>`, its standard error `<metric>_se`, chance, item counts, `withheld`, `clean`.
 
-    `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there, but may be None.
-    `withheld` names the item on which the model failed, or is None; if it failed, every score is None. `clean` has the
-    scores over the items whose index is not in `contaminated`.
+    `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there, but may be None. `withheld` says on
+    which item the model failed (then every score is None), or is None. `clean`: scores without the items whose index is
+    in `contaminated`, or None if that is None.
     """
     broken = next((item for item in items if not item.is_finite), None)
     names = [*ALWAYS, *sorted({name for item in items for name in item.values} - {*ALWAYS, *OWN, "bpb"})]
@@ -162,7 +162,7 @@ def _numbers(items: Sequence[ItemResult], names: Sequence[str]) -> dict[str, Any
 
 
 def task_label(name: str, scores: Mapping[str, Any]) -> str:
-    """Return a task's name, or "piqa (<5 examples)" for piqa@5 if the context cut prompts (≤: only some of them)."""
+    """Return a task's name; for piqa@5 "piqa (<5 examples)" if the context cut all prompts, with ≤ if it cut some."""
     shots, cut = scores.get("shots"), scores.get("truncated_items")
     if not shots or not cut:
         return name
@@ -179,7 +179,7 @@ def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
 
 
 def above_chance(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
-    """Return, for each task with an accuracy, whether it is better than guessing by more than luck explains.
+    """Test, for each task with an accuracy, whether it is better than guessing; return the outcomes by task.
 
     One-sided normal test with Bonferroni's bound: guessing passes on some task in at most one of 20 evaluations.
     """
@@ -189,10 +189,10 @@ def above_chance(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
 
 
 def suite_scores(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean centered accuracy over the tasks of a suite that have an accuracy, each with equal weight.
+    """Return a suite's mean centered accuracy over its tasks with an accuracy, each with equal weight.
 
-    `centered_se` is its standard error over items, `tasks` the number of tasks averaged, and `withheld` the reason why
-    no score is given, or None.
+    `centered_se` is its standard error over items, `tasks` the number of tasks averaged, and `withheld` why there is no
+    score, or None.
     """
     withheld = next((scores["withheld"] for scores in tasks if scores.get("withheld")), None)
     centered_scores = [] if withheld else [score for scores in tasks if (score := centered(scores)) is not None]

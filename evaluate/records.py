@@ -2,11 +2,11 @@
 
 Only the first of several ranks reads and writes.
 
-- An item is the question, the right answer and the model's answer, from lm-eval's samples. Its prompt is what all its
-  contexts begin with; the rest of a context belongs to its choice (WinoGrande). The file is gzipped JSON lines, each
-  task a separate member.
-- The answers start with what they depend on (checkpoint, precision, our scoring, lm-eval), are keyed by a hash of their
-  request, and are flushed after every batch.
+- An item is the question, the right answer and the model's answer, from lm-eval's samples. Its prompt is the common
+  beginning of its contexts; the rest belongs to the choices (WinoGrande). The file is gzipped JSON lines, each task a
+  separate member.
+- The file of answers starts with what they depend on (checkpoint, precision, our scoring, lm-eval). They are keyed by a
+  hash of the request, and flushed after every batch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def item_results(
 ) -> list[ItemResult]:
     """Convert lm-eval's samples to one result per item, in order; samples of several filters are merged.
 
-    `averaged`: metrics whose mean is the task's score; `truncated`, `failed`: requests with a cut prompt, or a NaN.
+    `averaged`: metrics whose mean is the task's score; `truncated`, `failed`: arguments of requests with a cut prompt,
+    or a NaN.
     """
     merged: dict[int, ItemResult] = {}
     for sample in samples:
@@ -108,7 +109,7 @@ def _gold(arguments: Any, nats: float) -> tuple[float, str] | None:
 
 
 def _right_choices(task: Any, doc: Any, texts: list[str]) -> list[int]:
-    """Return the indices of the right choices; as in lm-eval a label is an index, a text, or a list of either."""
+    """Return the indices of the right choices, which lm-eval gives as an index, a text, or a list of these."""
     label = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
     labels = label if isinstance(label, list) else [label]
     places = [texts.index(one) if isinstance(one, str) and one in texts else one for one in labels]
@@ -119,12 +120,12 @@ def _right_choices(task: Any, doc: Any, texts: list[str]) -> list[int]:
 
 
 def items_path(scores: Path) -> Path:
-    """Return the path of the items that belong to a file of scores: `scores.json` -> `scores.items.jsonl.gz`."""
+    """Return the path of the items of a file of scores: `scores.json` -> `scores.items.jsonl.gz`."""
     return scores.with_name(f"{scores.stem}.items.jsonl.gz")
 
 
 def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[int] | None) -> list[dict[str, Any]]:
-    """Convert a task's items for the file of items; `contaminated`: items' indices, or None if unknown.
+    """Convert a task's items for the file of items. `contaminated`: indices of such items, None if unknown.
 
     Texts are cut in the middle to `LONGEST` characters, and numbers that are not finite become None.
     """
@@ -165,7 +166,7 @@ def pack_items(items: Iterable[dict[str, Any]]) -> bytes:
 
 
 def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """Read the file of items, [] if missing or damaged. A damaged one is renamed and reported to `say`."""
+    """Read a file of items; [] if it is missing or damaged. A damaged file is renamed and reported to `say`."""
     if not path.is_file():
         return []
     try:
@@ -182,7 +183,7 @@ def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> li
 
 
 def with_earlier(scores: dict[str, Any], items: Items, file: Path) -> tuple[dict[str, Any], Items]:
-    """Add to scores and items the other tasks that another file of scores has of the same checkpoint."""
+    """Add the scores and items of further tasks from `file`, another file of scores of the same checkpoint."""
     old = read_json(file)
     if old is None or not _is_whole(old) or any(old.get(key) != scores.get(key) for key in WEIGHTS):
         return scores, items
@@ -202,7 +203,7 @@ def move_aside(path: Path) -> Path:
 
 
 def request_key(kind: str, *parts: Any) -> str:
-    """Return a request's key among the answers: hex BLAKE2b of its canonical JSON."""
+    """Return the key of a request in the file of answers: hex BLAKE2b of its canonical JSON."""
     text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain_value)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -275,7 +276,7 @@ class Answers:
 
 @contextlib.contextmanager
 def only_one(output: Path, say: Report, ranks: Mesh) -> Iterator[None]:
-    """Lock the output during a block, so that two evaluations do not compute the same scores twice.
+    """Lock the output during a block, so that two evaluations do not compute the same scores.
 
     Raises UserError if the output cannot be written.
     """
@@ -351,9 +352,9 @@ class Record:
         self._write(flush=False)
 
     def finish(self, held_out: Callable[[], dict[str, Any]], suites: Mapping[str, Sequence[str]]) -> None:
-        """Add the held-out loss, and the mean of each suite (name -> tasks) that is fully scored; write the files.
+        """Add the held-out loss and the mean of each fully scored suite (name -> tasks); write the files.
 
-        `held_out` is called if no loss is known, or if items are kept and the worst windows are missing.
+        `held_out` is called for a missing loss, or, if items are kept, for missing worst windows.
         """
         held_out_scores = self.scores["held_out"]
         if held_out_scores is None or held_out_scores.get("withheld"):  # the corpus may be at hand by now
@@ -383,7 +384,7 @@ class Record:
 
 
 def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None, say: Report) -> dict[str, Any]:
-    """Return the scores in `output` of the checkpoint in `header`, if any, without tasks that changed."""
+    """Return the scores in `output` without tasks that changed; {} unless they are of the checkpoint in `header`."""
     if not output.exists():
         return {}
     old = read_json(output)

@@ -15,7 +15,7 @@ from .flops import count_parameters
 
 
 def warmup_steps(config: RunConfig) -> int:
-    """Return the number of warm-up steps: by default a token per active parameter, within `warmup_max_share`."""
+    """Return the number of warm-up steps: by default one token per active parameter, within `warmup_max_share`."""
     schedule = config.schedule
     tokens: float | None = schedule.warmup_tokens
     if tokens is None:
@@ -28,9 +28,9 @@ def decay_steps(config: RunConfig) -> int:
 
 
 def trunk_steps(config: RunConfig) -> int:
-    """Return how many of a run's first steps a longer run of the same model can reuse: those before the decay.
+    """Return how many first steps of a run a longer run of the same model can reuse: the steps before the decay.
 
-    The last step is never one of them. The schedules cosine and points give 0.
+    The last step never counts. The schedules `cosine` and `points` give 0.
     """
     if config.schedule.kind in ("cosine", "points"):
         return 0
@@ -38,9 +38,9 @@ def trunk_steps(config: RunConfig) -> int:
 
 
 def same_until(first: RunConfig, second: RunConfig) -> int:
-    """Return how many steps two runs have in common from the start, bit for bit.
+    """Return how many steps from the start are the same, bit for bit, in two runs.
 
-    Runs that differ only in D, and have equally many warm-up steps, share those before the first decay.
+    Runs that differ only in D, and have equally many warm-up steps, share the steps before the earlier decay.
     """
     if identity(replace(first, tokens=0)) != identity(replace(second, tokens=0)):
         return 0

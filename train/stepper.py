@@ -1,4 +1,4 @@
-"""One optimizer step of one rank: its rows of the batch, forward, backward, update. No step waits for the device."""
+"""The optimizer steps of one rank: its rows of the batch, forward, backward, update. No step waits for the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .schedule import learning_rate_factor
 
 
 def halved_micro_batch(micro_batch: int) -> int | None:
-    """Return the largest smaller divisor of a micro-batch size, so that it still divides the batch; None for 1."""
+    """Return the largest smaller divisor of a micro-batch size, which still divides the batch; None for size 1."""
     return next((micro_batch // d for d in range(2, micro_batch + 1) if micro_batch % d == 0), None)
 
 
@@ -97,7 +97,7 @@ class Stepper:
         self.batch = torch.empty(0)  # (share, T + 1) tokens of the current step
 
     def start(self) -> None:
-        """Load the initial weights, which are the same however many ranks there are."""
+        """Load the initial weights, which are the same for any number of ranks."""
         config = self.config
         weights = initial_weights(config.model, config.optimizer, config.seed)
         self.zero.load(item for item in weights if item[0] in self.zero.names)  # a pipeline stage has only some
@@ -113,7 +113,7 @@ class Stepper:
         self.zero.publish()
 
     def step(self, step: int) -> StepResult:
-        """Make the optimizer step with this 0-based number. Returns loss, gradient norm, and whether it was skipped."""
+        """Make optimizer step `step` (0-based). Returns loss, gradient norm, and whether the update was skipped."""
         self.zero.set_rates(learning_rate_factor(self.config, step))
         self.batch = self.prefetch.take(step)
         total = None
@@ -140,7 +140,7 @@ class Stepper:
         Args:
             windows: (n, T + 1) token ids.
             beat: Called before every forward pass, to report progress.
-            average: Index of the averaged copy of the weights to score instead of the weights.
+            average: Index of the weight average to score; None scores the weights themselves.
         """
         if average is not None:
             with self.zero.with_average(average):
@@ -164,7 +164,7 @@ class Stepper:
         return read(all_losses[: len(windows)])
 
     def loads(self) -> Tensor | None:
-        """Return each expert's tokens since the last call, (blocks with experts, experts); None without experts."""
+        """Count each expert's tokens since the last call: (blocks with experts, experts); None without experts."""
         experts = self.config.model.experts
         loads = self.pipeline.loads() if self.pipeline is not None and experts else self.gpt.loads()
         if loads is not None and self.mesh.data_group is not None:
@@ -172,7 +172,7 @@ class Stepper:
         return None if loads is None else read(loads)
 
     def _gradients(self) -> Tensor:
-        """Run forward and backward over this rank's rows. Returns what they add to the batch's mean loss, a scalar."""
+        """Run forward and backward over this rank's rows. Returns their part of the batch's mean loss, a scalar."""
         passes, z_loss = self.batch.split(self.micro), self.config.optimizer.z_loss
         share = self.micro / self.config.optimizer.batch_size / self.mesh.cp
         if self.pipeline is not None:
@@ -186,10 +186,9 @@ class Stepper:
         return total
 
     def _halve(self, step: int, error: Exception) -> None:
-        """Reduce the micro-batch size after an out-of-memory error, once per run, else raise OutOfMemory.
+        """Reduce the micro-batch size after an out-of-memory error; raise OutOfMemory if it is 1 or was reduced before.
 
-        With several ranks always raise it; a restart uses the new size. The others wait in a collective that this rank
-        will never join.
+        With several ranks always raise, because the other ranks wait in a collective; a restart uses the new size.
         """
         smaller = None if self.halved else halved_micro_batch(self.micro)
         message = f"out of memory at step {step} with parallel.micro_batch_size {self.micro}"

@@ -27,9 +27,7 @@ FINISH_SECONDS = 10.0
 
 
 class Tracker:
-    """A stream of a run's numbers to wandb: online when logged in, else offline. Its first failure is reported and
-    disables it.
-    """
+    """A stream of a run's numbers to wandb, offline if not logged in. Its first failure is reported and disables it."""
 
     def __init__(
         self,
@@ -39,7 +37,7 @@ class Tracker:
         report: Callable[[str], None],
         seconds: float | None = None,
     ) -> None:
-        """Start a wandb run and send what metrics.jsonl has. `finish` waits at most `seconds` for the server."""
+        """Start a wandb run and send the lines of metrics.jsonl. `finish` waits at most `seconds` for the server."""
         self._report, self._directory = report, directory
         self._run: Any = None
         self._sent, self._scores = 0, 0  # newest step sent; number of checkpoints whose scores were sent
@@ -86,7 +84,7 @@ class Tracker:
     def add_scores(self, scores: list[dict[str, Any]]) -> None:
         """Send benchmark scores: a dict of `step`, `tokens` and `eval/<task>/<metric>` per checkpoint.
 
-        Call it after all training lines were sent. Sending a score again changes nothing.
+        Call it after all training lines. Sending a score again changes nothing.
         """
         for record in scores:
             if self._run is not None:
@@ -144,7 +142,7 @@ def open_run(
     offline_suffix: str = "",
     **about: Any,
 ) -> Any:
-    """Start a wandb run. With mode `auto`, report a server that does not answer and start it offline.
+    """Start a wandb run. With mode `auto`, report a server that does not answer and start the run offline.
 
     Args:
         folder: Where wandb keeps its files.
@@ -193,7 +191,7 @@ def is_online(run: Any) -> bool:
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl, sorted by step: only the last one of a step that was repeated."""
+    """Return the lines of a run's metrics.jsonl by rising step; only the last line of a repeated step."""
     records = read_json_lines(directory / "metrics.jsonl")
     lines = {line["step"]: line for line in records if isinstance(line.get("step"), int)}
     return [lines[step] for step in sorted(lines)]
@@ -218,14 +216,14 @@ def server() -> str:
 
 
 def _service() -> Any:
-    """Return wandb's service object, shared by all runs of this process; its `settings` name the server."""
+    """Return wandb's service object, shared by all runs of this process; its `settings.base_url` is the server."""
     import wandb
 
     return wandb.setup(wandb.Settings(silent=True))
 
 
 def unreachable() -> str | None:
-    """Return in a few words why wandb's server cannot be reached; None if it answers, even with an error."""
+    """Return a short reason why wandb's server cannot be reached; None if it answers, even with an error."""
     from http.client import HTTPException
     from ssl import SSLError
     from urllib.error import HTTPError

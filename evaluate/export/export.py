@@ -1,7 +1,7 @@
 """Export a checkpoint as a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE or GLM-4-MoE).
 
-The folder is written without Hugging Face's libraries, and appears whole or not at all. A model that transformers would
-compute differently is refused with the field's name; smaller differences are stated in the model card.
+Hugging Face's libraries are not used, and the folder appears whole or not at all. A model that transformers would
+compute differently is refused with the field's name; the model card states smaller differences.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def export_checkpoint(
         format: Only "hf".
         dtype: Type of the weights, fp32 or bf16.
         average: Span of the weight average to export, as a share of the steps so far; None exports the weights.
-        overwrite: Whether a folder of an earlier export may be replaced.
+        overwrite: Whether an earlier export may be replaced.
         facts: Facts for the model card that the checkpoint lacks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Our models and tokenizers as Hugging Face reads them: settings, weights, and the files of a tokenizer.
+"""Our models and tokenizers as Hugging Face reads them.
 
     plain attention                  LlamaForCausalLM
     RMSNorm on queries and keys      Qwen3ForCausalLM (a norm per head before the rotation, as in our model)
@@ -8,14 +8,13 @@
     the same with norms per head     Qwen3MoeForCausalLM, with or without dense layers at the bottom
     experts, sigmoid router          Glm4MoeForCausalLM: shared experts, dense layers and norms per head optional
 
-Each of them takes any head size, and rotary frequencies scaled by llama3 or yarn. OLMoE is not used
-because its norm of queries spans all heads, nor Qwen2-MoE and ERNIE because their shared experts have gates. GLM's
-load-balancing biases are written as 0 where our model has none.
+All take any head size, and rotary frequencies scaled by llama3 or yarn. Not used: OLMoE, whose norm of queries spans
+all heads; Qwen2-MoE and ERNIE, whose shared experts have gates.
 
 - Our query-key-value and gate-up matrices are theirs stacked by rows; rotary positions have the same layout.
-- The padding of our vocabulary is cut off, because its logits were not trained.
+- The untrained padding of our vocabulary is cut off.
 - muP's output multiplier s is folded into the weight w of the last norm: (x r w) s = x r (w s). This is exact if s is a
-  power of two, and otherwise within one rounding of the weight.
+  power of two, otherwise within one rounding of the weight.
 - Special tokens are never read out of text (`split_special_tokens`). Bytes become a byte-level BPE without merges; the
   byte 0xFF does not occur in UTF-8, so its id ends a document. That token is also the `bos_token`, as in GPT-2.
 """
@@ -59,7 +58,7 @@ _TOKENIZER, _CONFIG, _SPECIAL = TOKENIZER_FILES = ("tokenizer.json", "tokenizer_
 
 
 def window_of(model: ModelConfig, sequence_length: int) -> int | None:
-    """Return the attention window in tokens, or None if attention covers the whole sequence."""
+    """Return the attention window in tokens; None if attention covers the whole sequence."""
     return model.window if model.window is not None and model.window < sequence_length else None
 
 
@@ -85,7 +84,7 @@ def _kind_of(model: ModelConfig) -> str:
 
 
 def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json. `end`: token that ends a document; `dtype`: the weights' type, as in torch."""
+    """Return the content of config.json. `end`: id of the end-of-document token; `dtype`: such as "float32"."""
     kind, window, rope = model_type(model, sequence_length), window_of(model, sequence_length), _hf_rope(model)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
@@ -133,7 +132,7 @@ def _hf_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_fields(kind: str, model: ModelConfig, window: int | None) -> dict[str, Any]:
-    """Return the fields of config.json that mixtures of experts add or change."""
+    """Return the fields of config.json that a mixture of experts adds or changes."""
     config: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token, "output_router_logits": False}
     if kind == "mixtral":
         config |= {"num_local_experts": model.experts, "intermediate_size": model.moe_hidden}
@@ -205,7 +204,7 @@ def _byte_level_content() -> dict[str, Any]:
 
 
 def write_tokenizer(tokenizer: Tokenizer, saved: Path, longest: int, folder: Path) -> None:
-    """Write Hugging Face's files of a tokenizer, which give every text the same ids.
+    """Write a tokenizer as Hugging Face's files, which give every text the same ids as ours.
 
     `saved`: folder of the tokenizer in the checkpoint; `longest`: context of the model in tokens.
     """

@@ -103,7 +103,7 @@ def _caveats(task: Mapping[str, Any]) -> str:
 
 
 def _plain(text: Any) -> str:
-    """Return the text as one line, with the characters of Markdown and HTML markup escaped."""
+    """Return the text on one line, with the characters of Markdown and HTML escaped."""
     line = " ".join(str(text).split())
     # An underscore inside a word marks nothing up, and names are full of them.
     return re.sub(r"[\\`*<>\[\]|#&]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found.group())};", line)

@@ -1,8 +1,7 @@
-"""The forward pass of a GPT for inference: its own blocks, with attention over what the caller keeps.
+"""The forward pass of a GPT for inference: its own blocks, with attention that the caller supplies.
 
-Tokens are one flat list, so no padding is computed, and only the caller's attention knows which tokens belong together.
-On a CPU a small model's matrices are kept a second time, packed in oneDNN's order: products of 16 rows took two thirds
-of the time.
+Tokens are one flat list, so no padding is computed; only the caller's attention knows which tokens belong together. On
+a CPU a small model's matrices are also kept packed in oneDNN's order: products of 16 rows took two thirds of the time.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ PACKED_BYTES = 1 << 29  # largest model whose matrices are kept twice
 class Forward:
     """A model in eval mode, prepared for many passes; it may not see later changes of the weights.
 
-    With `absorbed`, latent attention uses a token's latent vector as key and value of all heads; `Cache` stores that.
+    With `absorbed`, latent attention uses a token's latent vector, which `Cache` stores, as key and value of all heads.
     """
 
     def __init__(self, model: GPT, absorbed: bool = False) -> None:
@@ -61,8 +60,8 @@ class Forward:
         Args:
             positions: (n,) position of each token in its sequence, below `model.max_length`.
             attend: Computes softmax(Q K^T / sqrt(d)) V over the tokens that each token sees.
-            read: (m,) indices of the tokens to return; None for all. In the last block `attend` gets the queries of
-                these alone, (m, heads, d), and all keys and values.
+            read: (m,) indices of the tokens to return; None for all. In the last block `attend` gets only their
+                queries, (m, heads, d), but all keys and values.
         """
         model = self.model
         x = model.embedding(tokens)
@@ -101,10 +100,7 @@ class _Packed(nn.Module):
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN's packed matrix products work for this dtype here.
-
-    PyTorch does not document them, so one is tried.
-    """
+    """Test whether oneDNN's packed matrix products, which PyTorch does not document, work for this dtype here."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
     rows, weight = (torch.arange(n * 16).remainder(5).sub(2).view(n, 16).to(dtype) for n in (3, 8))
@@ -155,9 +151,9 @@ def attention_by_sequence(
         value: (n, kv_heads, v), v at most d.
         asking: Number of queries of each sequence; the sum is m.
         lengths: Number of tokens of each sequence; the sum is n.
-        masks: Added to the scores of each sequence, (1, 1, queries, tokens). None: causal, with queries of all tokens
-            or of the last one alone.
-        window: Attention window that the masks express.
+        masks: Per sequence, (1, 1, queries, tokens) to add to the scores. None: causal, with queries of all tokens or
+            only the last one.
+        window: Attention window in tokens, already part of the masks.
     """
     parts = []
     for *tensors, mask in zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True):
@@ -186,8 +182,8 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
 class Cache:
     """Key-value cache of texts that are being generated, two tensors (depth, rows, kv_heads, length, head size).
 
-    Each text has one row with room for the longest text, without paging (Kwon et al. 2023, arXiv:2309.06180). Latent
-    attention (`Forward(model, absorbed=True)`) keeps one vector per token; its first numbers are the value too.
+    Each text has a row with room for the longest text, without paging (Kwon et al. 2023, arXiv:2309.06180). Latent
+    attention (`Forward(model, absorbed=True)`) keeps one vector per token, whose first numbers are also the value.
     """
 
     def __init__(self, model: ModelConfig, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -207,7 +203,7 @@ class Cache:
             store[:, target] = store[:, source]
 
     def places(self, rows: Ids, positions: Ids) -> Tensor:
-        """Return flat indices (n * kv_heads,) into one block's (row, kv_head, position) for n tokens.
+        """Return where a block's cache keeps n tokens: flat indices (n * kv_heads,) into (row, kv_head, position).
 
         Token i is at `positions[i]` of row `rows[i]`.
         """
@@ -222,7 +218,7 @@ class Cache:
             store[block].view(-1, size).index_copy_(0, places, new.reshape(-1, size))
 
     def step(self, row: int, positions: Ids, first: Ids) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        """Return the `Attend` function for one new token in each of B rows; it also stores their keys and values.
+        """Return the `Attend` function for one new token in each of B rows; it also stores the new keys and values.
 
         Args:
             row: First of the B consecutive rows.

@@ -1,7 +1,7 @@
 """Text from a model, token by token: greedy or sampled, many prompts at a time.
 
 - Batching is continuous: a finished text leaves and a waiting one takes its row of the cache.
-- Every prompt has its own random stream, one number per token, so its text does not depend on other prompts.
+- Every prompt has a random stream, one number per token, so its text does not depend on other prompts.
 - A text longer than the context is computed again from its last tokens, because all positions change.
 
 Yu et al. 2022 (Orca); Holtzman et al. 2020 (arXiv:1904.09751).
@@ -54,11 +54,11 @@ def generate_texts(
     done: Callable[[int, list[int] | None], None] | None = None,
     **options: Any,
 ) -> list[list[int] | None]:
-    """Generate up to `max_tokens` tokens after each prompt; return those of each prompt, None if its logits were NaN.
+    """Generate up to `max_tokens` tokens after each prompt; return them per prompt, or None if its logits were NaN.
 
     Args:
         prompts: Token ids; no prompt is empty.
-        finished: Called after each token with all new tokens of that prompt; True ends the text after this token.
+        finished: Called after each token with the prompt's new tokens; True ends the text after this token.
         done: Called with a prompt's index and result as soon as it is complete.
         options: Arguments of `Generation`.
 
@@ -93,7 +93,7 @@ def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0,
 
 
 def decode_speed(model: GPT) -> dict[str, Any] | None:
-    """Return the least `seconds` and the `median` per greedy token near the end of the context, and the `device`.
+    """Time greedy decoding near the end of the context, per token: least `seconds`, `median` (also s), and `device`.
 
     Returns None if logits are NaN.
     """
@@ -115,7 +115,7 @@ def decode_speed(model: GPT) -> dict[str, Any] | None:
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt and the tokens generated after it so far."""
+    """A prompt and the tokens generated after it."""
 
     index: int
     text: list[int]
@@ -126,14 +126,14 @@ class Prompt:
 
 
 class Generation:
-    """Generation after several prompts. A prompt waits, runs (`running[i]` has row i of the cache), and leaves.
+    """Generation after several prompts; `running[i]` has row i of the cache.
 
     Args:
         prompts: Token ids; only the last `max_length` tokens of each are used.
         max_length: Longest sequence that the model accepts.
         seeds: One per prompt, for sampling; the default is its index.
         batch_tokens: Bound on the tokens of one forward pass; a longer prompt runs alone.
-        cache_bytes: Bound on the key-value cache, which has at least one row; for the default see `CACHE_BYTES`.
+        cache_bytes: Bound on the key-value cache (at least one row); for the default see `CACHE_BYTES`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Generation:
 
     @torch.inference_mode()
     def step(self, finished: Callable[[list[int]], bool]) -> list[Prompt]:
-        """Compute one token for each prompt that runs or now starts; return the prompts that ended or failed."""
+        """Compute one token for each running or newly started prompt; return the prompts that ended or failed."""
         if self.max_tokens < 1:
             ended, self.waiting = list(self.waiting), deque()
             return ended
@@ -179,7 +179,7 @@ class Generation:
         return ended
 
     def _decode(self) -> tuple[list[Prompt], Tensor | None]:
-        """Run the model on each running prompt's last token; return these prompts and the logits, None if none runs."""
+        """Extend the running prompts: return them and the logits after their last tokens (None if none runs)."""
         requests, parts, start = self.running, list[Tensor](), 0
         tokens = [request.text[-1] for request in requests]
         lengths = np.array([len(request.text) for request in requests])
@@ -196,7 +196,7 @@ class Generation:
         return requests, torch.cat(parts) if parts else None
 
     def _prefill(self) -> tuple[list[Prompt], Tensor | None]:
-        """Run the model on waiting prompts that fit; return them and logits, None if none fits or memory ran out."""
+        """Start the waiting prompts that fit; return them and their logits (None if none fits or memory ran out)."""
         joined = self._admit()
         if not joined:
             return [], None
@@ -307,7 +307,7 @@ def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
 def decode_tokens(
     forward: Forward, cache: Cache, tokens: Sequence[int], positions: Ids, first: Ids, first_row: int = 0
 ) -> Tensor:
-    """Run the model on one new token in each cache row from `first_row` on; return logits (rows, vocabulary).
+    """Run the model on one new token per cache row, from `first_row` on; return logits (rows, vocabulary).
 
     `tokens`, their `positions` and the `first` position that each token sees are (rows,).
     """
@@ -320,10 +320,10 @@ def decode_tokens(
 
 
 def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose one token per row of logits (rows, vocabulary); return the tokens and which rows have a NaN, (rows,) each.
+    """Choose a token per row of logits (rows, vocabulary); return the tokens and which rows have a NaN, (rows,) each.
 
     The temperature applies first, then top-k, then top-p. `uniforms`: (rows,) float64 in [0, 1), unused at temperature
-    0. The token of a row with a NaN has no meaning.
+    0. For a row with a NaN the token has no meaning.
     """
     highest, greedy = logits.max(dim=1)  # a NaN counts as the highest
     if sampling.temperature == 0:
@@ -345,7 +345,7 @@ def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = 
 def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Return each row's highest probabilities, falling, and their tokens.
 
-    With `top_k` these are that many, normalised; otherwise enough to sum to `top_p`.
+    With `top_k`: the k highest, normalised. Without: at least enough to sum to `top_p`.
     """
     vocabulary = probabilities.shape[1]
     if sampling.top_k:

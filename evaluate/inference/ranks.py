@@ -1,7 +1,7 @@
 """One evaluation on several processes, each with the whole model and a share of the requests.
 
-Every rank gets all answers, so the callers are written for one process. Requests are dealt out in lexicographic order,
-which keeps shared prompts on one rank, and in rounds, so that answers can be stored between them.
+Every rank gets all answers. Requests are dealt out in lexicographic order, which keeps shared prompts on one rank, and
+in rounds, so that answers can be stored between them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PATIENCE = timedelta(days=2)  # how long a rank waits for another one; a dead ra
 
 
 def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:
-    """Yield rounds of about `round_tokens` new tokens per rank; a round lists the request indices of each rank."""
+    """Yield rounds of requests: indices per rank, about `round_tokens` tokens each (shared prefixes count once)."""
     places, new, before = [], [], np.zeros(0, dtype=np.int64)
     for place, inputs in ordered(requests, range(len(requests))):
         places.append(place)
@@ -49,8 +49,9 @@ def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -
 def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") -> T:
     """Call a function on every rank of a job and return its result.
 
-    Under torchrun or submitit the ranks are those of the job, with one GPU each if `device` is `cuda`; each returns its
-    result. Without a launcher this process forks `count` ranks with one thread each and returns the result of rank 0.
+    Under torchrun or submitit the ranks are the job's, with one GPU each if `device` is `cuda`; each returns its
+    result. Otherwise, unless `count` is 1, this process forks `count` ranks with one thread each and returns rank 0's
+    result.
 
     Raises:
         UserError: The function raised it on any rank, or the number of ranks is not possible here.

@@ -1,9 +1,8 @@
 """Log-probabilities of continuations after their prefixes; what requests share is computed once.
 
-Requests are packed as trees of tokens (`trees.py`), and matrices multiply all tokens of a batch as one list
-(`forward.py`). The last block and the logits are computed only for tokens that a request reads, a few at a time. If
-memory runs out, the batch is halved. Sums over tokens are float64, so batching changes nothing except the rounding of
-the model itself.
+Requests are packed as trees of tokens (`trees.py`). The last block and the logits are computed only for tokens that a
+request reads. If memory runs out, the batch is halved. Sums over tokens are float64, so batching changes only the
+rounding of the model.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Scorer:
     def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
         """Return, per request, the log-probability of its continuation in nats, and whether greedy decoding writes it.
 
-        `done` is called after every batch. Raises UserError if there is not enough memory for a single request.
+        `done` is called after every batch. Raises UserError if a single request does not fit the memory.
         """
         results: dict[int, Score] = {}
         while waiting := [place for place in range(len(requests)) if place not in results]:
@@ -83,7 +82,8 @@ class Scorer:
     def _isolated(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]]:
         """Score a batch; return (request index, score) pairs.
 
-        NaN passes masks, so a request that is NaN in a shared tree is scored again alone.
+        A NaN reaches other requests of its tree through the mask, so a request with NaN in a shared tree is scored
+        again alone.
         """
         scored = self._pass(batch)
         company = {one.place for tree in batch if len(tree.scored) > 1 for one in tree.scored}
@@ -131,7 +131,7 @@ class Scorer:
 
 
 def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each target's (p,) log-probability, and whether it is the argmax (p,). Target i uses `logits[rows[i]]`."""
+    """Return each target's log-probability, and whether it is the argmax, (p,) each. Target i uses row `rows[i]`."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     nats = torch.log_softmax(logits, dim=1)[rows, targets]  # half the time of logsumexp on CPUs
     hits = logits[rows, targets] == logits.amax(dim=1)[rows]
@@ -192,7 +192,7 @@ def _one_by_one(batch: list[Tree], model: GPT, device: torch.device, read: Tenso
 def _side_by_side(batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> Attend:
     """Return an `Attend` function that pads a batch to one tree per row.
 
-    The last block has queries of the tokens `read` only. Not `masked`: plain causal attention.
+    In the last block only the tokens `read` have queries. Unless `masked`, attention is plainly causal.
     """
     sizes = np.array([len(tree) for tree in batch])
     longest = int(sizes.max())

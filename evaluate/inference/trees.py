@@ -1,8 +1,7 @@
 """Requests as trees of tokens, in which a shared prefix occurs once.
 
-In preorder a token i sees a token j exactly if j <= i < end(j), where j's branch ends. In lexicographic order, the
-prefix that a request shares with any earlier one it also shares with the one just before it. A request joins the tree
-before it if that saves more arithmetic than attention over the larger tree costs.
+In preorder a token i sees a token j exactly if j <= i < end(j), where j's branch ends. In lexicographic order, a
+request shares with the one just before it the prefix that it shares with any earlier one.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens to be scored (`continuation`), and the tokens before them (`prefix`, at least one)."""
+    """Tokens to be scored (`continuation`), after at least one other token (`prefix`)."""
 
     prefix: Sequence[int]
     continuation: Sequence[int]
 
     @property
     def inputs(self) -> Ids:
-        """Return the tokens of this request that the model reads: all but the last one, which is only predicted."""
+        """Return the tokens that the model reads: all but the last one, which is only predicted."""
         return np.asarray([*self.prefix, *self.continuation[:-1]], dtype=np.int64)
 
 
@@ -70,8 +69,8 @@ def plan_trees(
 ) -> list[Tree]:
     """Pack the requests with indices `waiting` into trees of at most `largest` tokens.
 
-    A request joins the tree before it if that costs no more by `costs`; one over `largest` has a separate tree. No
-    token sees what precedes the last `end_of_document` before it.
+    A request joins the previous request's tree if that costs no more than a new tree; one over `largest` has a separate
+    tree. No token sees what precedes the last `end_of_document` before it.
     """
     growing: list[_Growing] = []
     for place, inputs in ordered(requests, waiting):
@@ -101,7 +100,7 @@ def shared_length(first: Ids, second: Ids) -> int:
 
 
 def tree_batches(trees: Sequence[Tree], batch_tokens: int) -> Iterator[list[Tree]]:
-    """Yield batches of at most `batch_tokens` tokens after padding, longest trees first.
+    """Yield batches of at most `batch_tokens` tokens after padding, or of one tree, longest trees first.
 
     Trees with branches, which need a mask, are in separate batches.
     """

@@ -1,9 +1,9 @@
-"""The pages of this room: Jinja2 templates that become one self-contained HTML file each.
+"""Pages: Jinja2 templates that become one self-contained HTML file each.
 
-- Everything is escaped, and control and direction characters are spelled out (‹U+202E›), as they reorder or hide text.
+- Everything is escaped, and control and direction characters are spelled out (‹U+202E›).
 - A Content-Security-Policy names our script and style by their hashes, so nothing else may run, load or send.
-- `templates/charts.html` draws SVG without a script. The dots of a colour are one path: a thousand take 12 kB,
-  separate elements ten times that.
+- `templates/charts.html` draws SVG without a script. The dots of a colour are one path, a tenth of the size of separate
+  elements.
 """
 
 from __future__ import annotations
@@ -159,7 +159,10 @@ def grouped(value: Any) -> str:
 
 
 def guessing(tasks: Mapping[str, Any], whose: str) -> list[str]:
-    """Return a sentence on which tasks' accuracy is better than guessing; [] if no task has an accuracy."""
+    """Return a sentence on which tasks' accuracy is better than guessing; [] if no task has an accuracy.
+
+    `whose`: its subject, such as "Accuracy".
+    """
     above = above_chance(tasks)
     better, count = [name for name, is_better in above.items() if is_better], counted(len(above), "task")
     if not better:
@@ -236,7 +239,7 @@ def bar_end(value: float, largest: float = 1.0) -> str:
 
 @dataclass
 class Panel:
-    """One small scatter plot; `errors` are (x, y, standard error), drawn as bars of ± 2 standard errors."""
+    """One small scatter plot; `errors` are (x, y, standard error), drawn as ± 2 standard errors."""
 
     name: str
     x_axis: Axis
@@ -254,7 +257,7 @@ class Panel:
 
     @property
     def paths(self) -> list[tuple[str, str, str]]:
-        """Return (CSS classes, row numbers joined by commas, SVG path) of the dots of each colour."""
+        """Return (CSS classes, row numbers joined by commas, SVG path) for the dots of each colour."""
         return [
             (
                 f"{kind} {colour}",
@@ -271,7 +274,7 @@ class Panel:
 
     @property
     def ways(self) -> list[tuple[str, str]]:
-        """Return (CSS class of the colour, SVG path) for each of `lines`."""
+        """Return (CSS class of the colour, SVG path) for each line."""
         ways = ((colour, [f"{self.x(x)} {self.y(y)}" for x, y in points]) for colour, points in self.lines)
         return [(colour, "M" + "L".join(points)) for colour, points in ways]
 

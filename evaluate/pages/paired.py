@@ -1,9 +1,8 @@
 """Test whether runs differ on a task by more than chance, and whether small runs rank choices as large ones do.
 
-All runs answer the same items, so an item that is hard for all of them tells nothing of their difference: its error is
-that of the paired differences. How far apart the furthest two of so many runs would lie by luck is drawn: item by item
-all differences keep their sign, or change it together. The second question is DataDecide's (Magnusson et al. 2025,
-arXiv:2504.11393).
+All runs answer the same items, so errors are those of paired differences. The threshold for the two runs furthest apart
+is simulated: in each draw all differences on an item keep their sign, or change it together. The second question is
+DataDecide's (Magnusson et al. 2025, arXiv:2504.11393).
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ Choice = tuple[int, int, int, int]  # one and another of the small runs, the sam
 class Paired:
     """A comparison of runs on the items of one task.
 
-    `z`: difference of the two runs that lie furthest apart, in standard errors; `held`: share of the `choices` that
-    come out the same in small runs and in large ones, with its standard error over items.
+    `z`: largest difference of two runs, in standard errors; `held`: share of the `choices` that small and large runs
+    rank alike, with its standard error over items.
     """
 
     z: float
@@ -66,7 +65,7 @@ def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequenc
 def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[Choice]) -> Paired | None:
     """Compare runs over the items that all of them answered; None for one run, or fewer than `FEWEST` items.
 
-    `answers`: run -> item -> value of a measure; `choices`: four runs each, see `Choice`.
+    `answers`: run -> item -> value of a measure; `choices`: see `Choice`.
     """
     shared = sorted(set.intersection(*map(set, answers.values()))) if len(answers) > 1 else []
     if (n := len(shared)) < FEWEST:
@@ -87,7 +86,7 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
     by_luck = [np.max(np.abs(part[:, i] - part[:, j]) / error, axis=1, initial=0.0) for part in drawn]
 
     def z_of(difference: Any) -> Any:
-        """Convert mean / (root mean square / sqrt(n)) to mean / (standard deviation / sqrt(n)), with an upper bound."""
+        """Convert mean / (root mean square / sqrt(n)) to mean / (standard deviation / sqrt(n)), capped."""
         return difference * np.sqrt((n - 1) / np.maximum(n - difference**2, 1e-4 * n))
 
     z = z_of(difference)
@@ -97,7 +96,7 @@ def compare_runs(answers: Mapping[Any, Mapping[int, float]], choices: Sequence[C
         a, b, c, d = np.array(known_choices).T
 
         def agreeing(score: np.ndarray) -> np.ndarray:
-            """Return, per row of scores (rows, runs), the share of choices that are ranked alike; ties count half."""
+            """Return per row (rows, runs) the share of choices that small and large runs rank alike; a tie is half."""
             return (np.sign(score[:, a] - score[:, b]) * np.sign(score[:, c] - score[:, d]) / 2 + 0.5).mean(axis=1)
 
         resampled = rng.multinomial(n, np.full(n, 1 / n), DRAWS) @ scores.T / n

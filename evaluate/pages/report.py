@@ -1,7 +1,7 @@
 """Show one checkpoint's scores as a page (`templates/checkpoint.html`) and as a plain table.
 
-A withheld number is never a zero. Two checkpoints are compared item by item: what is hard for one is hard for both, so
-the error of the mean difference is far smaller than two separate errors suggest.
+A withheld number is never a zero. Two checkpoints are compared item by item, which makes the error of the mean
+difference far smaller than two separate errors suggest.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Difference:
 
 
 def _key_of(item: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a key that is equal for two items exactly if they are the same question, unlike the dataset's index."""
+    """Return a key that is equal for two items exactly if they are the same question; the index alone does not tell."""
     return (item.get("task"), item.get("index"), item.get("prompt"), tuple(item.get("choices") or ()))
 
 
@@ -223,7 +223,7 @@ def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Diffe
 
 
 def is_right(item: Mapping[str, Any]) -> bool | None:
-    """Return whether an item was answered correctly; None if no metric of the task tells, as for whole texts."""
+    """Return whether an item was answered correctly; None if none of its metrics tells, as for whole texts."""
     values = item.get("values") or {}
     names = [*VERDICTS, *sorted(name for name in values if name.startswith("exact_match"))]
     return next((values[name] >= 0.5 for name in names if is_number(values.get(name))), None)

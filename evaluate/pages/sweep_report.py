@@ -1,7 +1,7 @@
 """A sweep's benchmarks as one page: tasks by compute, loss against accuracy, and which tasks are informative.
 
-The best run of a budget is the one with the lowest held-out loss: the best of many noisy scores would look monotone
-by luck. What tells runs apart is asked in `paired.py`.
+The best run of a budget is the one with the lowest held-out loss: the best of many noisy scores would look monotone by
+luck. `paired.py` tests which tasks tell runs apart.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
     """Return a self-contained HTML page of a sweep's scores.
 
     `rows`: one per checkpoint, with run_id, name, step, final, N, D, flops, loss, recipe (or None), `tasks` (scores by
-    task) and perhaps `budget`, which groups the runs. `answers` and `links` give, by run_id, the final checkpoint's
-    score on each item, and the relative path of that checkpoint's page.
+    task) and perhaps `budget`, which groups the runs. `answers`: run_id -> the final checkpoint's score on each item.
+    `links`: run_id -> relative path of that checkpoint's page.
     """
     sweep = Sweep.of(rows)
     scored = sorted({name for row in sweep.rows for name in row["tasks"]})
@@ -88,7 +88,7 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
 
 
 def safe_link(link: str | None) -> str | None:
-    """Return a link if it is a relative path; return None if it has a scheme (javascript:) or a host."""
+    """Return a link if it is a relative path; otherwise, such as with a scheme (javascript:) or a host, None."""
     return link if link and re.fullmatch(r"(?!/)[^:\\]*", link) and link.isprintable() else None
 
 
@@ -130,7 +130,7 @@ class Sweep:
         return f"r{self.recipes.index(recipe) % SHADES}"
 
     def value(self, place: int, task: str, keys: Sequence[str]) -> Value | None:
-        """Return (score, standard error) of row `place` on a task under the first of `keys` that it has, or None."""
+        """Return (score, standard error) of row `place` on a task for the first of `keys` with a number, or None."""
         scores = self.rows[place]["tasks"].get(task, {})
         key = next((key for key in keys if is_number(scores.get(key))), None)
         if key is None:
@@ -139,7 +139,7 @@ class Sweep:
         return scores[key], error if is_number(error) else None
 
     def best(self, recipe: str | None = None) -> list[int]:
-        """Return the row indices of each budget's finished run with the lowest held-out loss, of `recipe` if given."""
+        """Return per budget the row index of the finished run, of `recipe` if given, with the lowest held-out loss."""
         return [place for group in self.budgets if (place := self.lowest(group, recipe)) is not None]
 
     @cached_property
@@ -155,7 +155,7 @@ class Sweep:
         return min(candidates, key=lambda place: self.rows[place]["loss"], default=None)
 
     def best_of_each(self) -> dict[str, int]:
-        """Return recipe -> row index of its best run at the largest budget that has all recipes; empty if none has."""
+        """Return recipe -> row index of its best run, at the largest budget that has all recipes; {} if none has."""
         for group in reversed(self.budgets):
             best = {recipe: self.lowest(group, recipe) for recipe in self.recipes}
             if all(place is not None for place in best.values()):
@@ -170,7 +170,7 @@ def recipe_of(row: Row) -> str:
 def _budgets(rows: Sequence[Row]) -> list[list[int]]:
     """Group the row indices of finished runs by compute budget, in rising order.
 
-    Unless all these have a `budget`, runs whose FLOPs differ by less than a factor SAME_BUDGET form a group.
+    If a run has no `budget`, each group holds runs of up to SAME_BUDGET times the FLOPs of its smallest run.
     """
     final = [place for place, row in enumerate(rows) if row.get("final", True)]
     groups: dict[float, list[int]] = {}
@@ -185,14 +185,14 @@ def _budgets(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def trend(sweep: Sweep, task: str) -> list[float]:
-    """Return the bits per byte of the best run of each budget, by rising FLOPs."""
+    """Return the bits per byte on `task` of each budget's best run, by rising FLOPs."""
     return [scored[0] for place in sweep.best() if (scored := sweep.value(place, task, BITS))]
 
 
 def choices(sweep: Sweep) -> list[Choice]:
-    """List the choices between two recipes, or else two sizes, that both a smaller and the largest budget offer.
+    """List the choices between two recipes (else two sizes) that both a smaller and the largest budget offer.
 
-    Each is four row indices: the best run of either at the smaller budget, then at the largest.
+    Each is four row indices: the best runs of both options at the smaller budget, then at the largest.
     """
     made: list[dict[Any, int]] = []
     for group in sweep.budgets:
@@ -279,7 +279,7 @@ def _recipe_rows(
 ) -> list[tuple[str, dict[str, Value | None], float | None, int]]:
     """List (name, value by recipe, lowest value, decimals) for held-out loss and each task's bits per byte.
 
-    `best`: recipe -> row index.
+    `best`: recipe -> row index of its best run.
     """
     losses = {recipe: sweep.rows[place].get("loss") for recipe, place in best.items()}
     rows: list[tuple[str, dict[str, Value | None], int]] = [

@@ -1,12 +1,12 @@
 """The user's own tasks: a .jsonl file of questions, lm-eval's YAML, or a folder of text.
 
 Examples of a file are drawn by a hash of (seed, task, item), so an item has the same examples at every limit. Mistakes
-in YAML that lm-eval ignores, such as two tasks with one name, are errors here. Python of such a folder (`!function`, a
-metric's script) runs only with `allow_code`.
+in YAML that lm-eval ignores, such as two tasks with one name, are errors. Its Python (`!function`, a metric's script)
+runs only with `allow_code`.
 
 A folder of text is a perplexity suite, scored in bits per byte by domain (Paloma: Magnusson et al. 2023). A domain is a
-folder one level down, or a file of many documents; plain text files in the folder itself are one domain together. Only
-the first `DOCUMENT_BYTES` bytes of a document count; a single plain text is cut into pieces of that size.
+folder one level down, or a file of many documents; plain text files in the folder itself are one domain. Only the first
+`DOCUMENT_BYTES` bytes of a document count; a single plain text is cut into pieces of that size.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _LOOSE = "files"  # the domain of plain texts in the folder itself
 def load_custom(
     path: Path | str, shots: int = 0, limit: int | None = None, allow_code: bool = False
 ) -> dict[str, SuiteTask]:
-    """Load the task of a .jsonl file, or every task of a file or a folder (with subfolders) of lm-eval YAML.
+    """Load the task of a .jsonl file, or all tasks of lm-eval YAML (a file, or a folder with subfolders).
 
-    `shots`: examples before each question, added to the names as `@shots`; 0: a YAML's `num_fewshot`. `limit`: items
-    per task. `allow_code`: whether the YAML may run Python. Raises UserError if a file is invalid.
+    `shots`: examples before each question, added to task names as `@shots`; 0 keeps a YAML's `num_fewshot`. `limit`:
+    items per task. `allow_code`: whether YAML may run Python. Raises UserError if a file is invalid.
     """
     path = Path(path).expanduser()
     if path.is_dir():
@@ -74,7 +74,7 @@ def load_custom(
 
 
 def check_custom(path: Path, allow_code: bool = False) -> None:
-    """Check a .jsonl file, or a YAML file or folder, without loading its data. Raises UserError if one is invalid."""
+    """Check a .jsonl file, or YAML (file or folder) without its data. Raises UserError if one is invalid."""
     if path.name.lower().endswith(_JSONL):
         read_questions(path)
     for file in sorted(path.rglob("*.yaml")) if path.is_dir() else [path] if path.suffix == ".yaml" else []:
@@ -144,9 +144,10 @@ def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, sho
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
-    """Read a .jsonl file: {"prompt", "choices", "answer" (an index)} or {"prompt", "answer" (a text)} for each line.
+    """Read a .jsonl file of questions; return one dict per line.
 
-    Raises UserError at the first invalid line, and if only some lines have choices.
+    Each has the keys prompt, choices and answer (an index), or prompt and answer (a text). Raises UserError at the
+    first invalid line, or if only some lines have choices.
     """
     try:
         rows = dict(json_objects(path))
@@ -296,7 +297,7 @@ class _Definition(TypedDict, total=False):
 
 
 def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
-    """Return one YAML file's content. Raises UserError if it names Python, unless lm-eval's or with `allow_code`."""
+    """Read one YAML file. Raises UserError if it would run Python that is not lm-eval's, unless `allow_code`."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if not path.is_relative_to(lm_eval_tasks().resolve()):
@@ -323,7 +324,7 @@ def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
 
 
 def _script(value: Any) -> str | None:
-    """Return the setting that would run code (a metric not lm-eval's, or data that are scripts); None if none would."""
+    """Return the setting that would run code (a metric not from lm-eval, data as a script or pickle), or None."""
     from lm_eval.api import metrics  # noqa: F401  (registers them)
     from lm_eval.api.registry import metric_registry
 
@@ -339,7 +340,7 @@ def _script(value: Any) -> str | None:
 
 
 def _resolve_data(config: dict[str, Any], folder: Path) -> None:
-    """Make paths of data in `config` absolute, in place, if they exist in `folder`; leave Hub names and URLs."""
+    """Make data paths in `config` that exist in `folder` absolute, in place; leave Hub names and URLs."""
     for member in config["task"] if isinstance(config.get("task"), list) else []:
         if isinstance(member, dict):  # a group may define its tasks in place
             _resolve_data(member, folder)
@@ -361,7 +362,7 @@ def _resolve_data(config: dict[str, Any], folder: Path) -> None:
 
 
 def _check_members(folder: Path, manager: TaskManager) -> None:
-    """Raise UserError if a group lists a task that no file defines; lm-eval would make up a new one."""
+    """Raise UserError if a group lists a task that no file defines, for which lm-eval would make up a task."""
     for name, entry in list(manager.task_index.items()):
         members = entry.cfg.get("task") if entry.cfg and "group" in entry.cfg else None
         for member in members if isinstance(members, list) else []:
@@ -386,7 +387,7 @@ def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None) -
 
 
 def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteTask]:
-    """Load a folder of text as one task per domain, scored in bits per byte and named `text_<folder>_<domain>`.
+    """Load each domain of a folder of text as a task, scored in bits per byte, named `text_<folder>_<domain>`.
 
     `limit`: documents per domain; None means all. Raises UserError if a domain is empty or cannot be read.
     """
@@ -452,7 +453,7 @@ def _documents(files: list[Path]) -> Iterator[str]:
 
 
 def _about(folder: Path, error: UserError) -> str:
-    """Return the message of a corpus reader's error, which names a training run's settings, for a `text:` task."""
+    """Reword a corpus reader's error, which names settings of training, for a `text:` task."""
     text = str(error).removeprefix("data.path: ")
     text = text.replace(f"data.field is {FIELD!r}; ", f"the text must be in a field {FIELD!r}; ")
     return f"task 'text:{folder}': " + text.replace("data.path is ", "the folder is ")

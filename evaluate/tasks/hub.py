@@ -1,7 +1,7 @@
-"""Tasks that lm-eval knows by name: its index without the wait, and copies of their data for nodes without a network.
+"""Tasks that lm-eval knows by name: a cached index, and copies of their data for nodes without a network.
 
-lm-eval reads 14,000 YAML files to know its names, 10 s in every process, so these are cached. What a task asks of
-`datasets.load_dataset` while it is staged is kept as Parquet under the arguments of the call, and read back later.
+lm-eval reads 14,000 YAML files to know its names, 10 s in every process. Data that tasks load while they are staged are
+kept as Parquet, by the arguments of `datasets.load_dataset`, and read back later.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _UNTEXTUAL = {"unsafe_code", "doc_to_image", "doc_to_audio"}  # keys of definiti
 
 
 def task_manager(progress: Report) -> TaskManager:
-    """Return lm-eval's index of task names, from the cache if it has been built before."""
+    """Return lm-eval's index of task names, from the cache if there is one."""
     import lm_eval
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import Entry, Kind
@@ -87,8 +87,8 @@ def load_named(
 ) -> dict[str, SuiteTask]:
     """Load a task, or every task of a group or tag. Data come from staged copies, or else from their source.
 
-    `shots`: None keeps the task's; `limit`: items per task. Raises UserError if a task is unknown, not text, or has no
-    data.
+    `shots`: None keeps the task's number; `limit`: items per task. Raises UserError if a task is unknown, not text, or
+    has no data.
     """
     check_name(name, manager)
     result = {}
@@ -133,7 +133,7 @@ def stage_named(names: list[str], progress: Report) -> list[Path]:
 def staged_copies(progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
     """Make `datasets.load_dataset` return undamaged staged copies, where there are any, inside the block.
 
-    If `keep` is a list, data without a copy are copied, and the folder of every copy used is appended to it.
+    With a list `keep`, other data are copied, and the folder of every copy used is appended to the list.
     """
     import datasets
 
@@ -171,7 +171,7 @@ def copy_folder(arguments: dict[str, Any]) -> Path:
 
 
 def read_copy(folder: Path) -> Any | None:
-    """Load the dataset of a copy after checking every file; None if the copy is missing or damaged."""
+    """Load a copied dataset after checking every file; None if the copy is missing or damaged."""
     import datasets
     import pyarrow.parquet
 
@@ -190,7 +190,7 @@ def read_copy(folder: Path) -> Any | None:
 
 
 def write_copy(folder: Path, data: Any, arguments: dict[str, Any]) -> None:
-    """Replace, in one rename, a dataset's copy, which includes the `arguments` that load it. Ignores streamed data."""
+    """Write a dataset's copy, with the `arguments` that load it, in one rename. Streamed data are ignored."""
     import datasets
 
     if not isinstance(data, datasets.Dataset | datasets.DatasetDict):

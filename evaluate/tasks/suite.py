@@ -1,7 +1,7 @@
 """Suites: lists of tasks in conf/evaluate, and tasks whose requests are built once and asked of many checkpoints.
 
-Of each task a fixed subset is scored: items are ranked by a hash of (seed, task, place), so the choice is the same on
-every machine, and a smaller limit is a subset of a larger one.
+Of each task a fixed subset is scored: items are ranked by a hash of (seed, task, index), so the choice is the same
+everywhere, and a smaller limit gives a subset of a larger one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SuiteTask:
 
     @property
     def cost(self) -> tuple[bool, int]:
-        """Return what orders tasks by their cost: whether they generate text, and the characters of all requests."""
+        """Return a key to sort tasks by cost: whether they generate text, then the characters of all requests."""
         texts = (part for instance in self.task.instances for part in instance.args if isinstance(part, str))
         return self.task.OUTPUT_TYPE == "generate_until", sum(map(len, texts))
 
@@ -56,7 +56,7 @@ Suite = dict[str, SuiteTask]  # by name, in the order in which they are scored
 
 
 def choose_items(name: str, count: int, limit: int | None) -> list[int]:
-    """Choose, from `count` items, the `limit` (None: all) with the smallest hash; return their indices, ascending."""
+    """Choose the `limit` (None: all) of `count` items with the smallest hashes; return their indices, ascending."""
     if limit is None or limit >= count:
         return list(range(count))
     ranked = sorted(range(count), key=lambda index: hashlib.sha256(f"{SEED}/{name}/{index}".encode()).digest())
@@ -96,8 +96,8 @@ def freeze(
 ) -> SuiteTask:
     """Build a task's requests once, for all checkpoints; the lm-eval task is changed in place.
 
-    `indices`: the chosen items among the `count` items of the split, ascending; `task` holds either just these or all.
-    `shots`: None uses the task's number. `source`: name of the data. `remarks`: more entries for `SuiteTask.subset`.
+    `indices`: chosen items of the split's `count`, ascending; `task` holds just these or all. `shots`: None uses the
+    task's number. `source`: name of the data. `remarks`: more entries for `SuiteTask.subset`.
     """
     with quiet():
         docs = task.eval_docs
@@ -122,7 +122,7 @@ def freeze(
 
 
 def freeze_whole(name: str, task: Any, limit: int | None, split: str, source: str, shots: int | None) -> SuiteTask:
-    """Choose up to `limit` items of a task that has its whole split; `freeze` it as `name@shots` (`name` if None)."""
+    """Choose up to `limit` items of a whole split; `freeze` the task as `name@shots`, or `name` if `shots` is None."""
     with quiet():
         count = len(task.eval_docs)
     written = written_name(name, shots)
@@ -144,7 +144,7 @@ def task_of_rows(config: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
 
 
 def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, Any]:
-    """Return `tasks`. Raises UserError if one runs code or needs images, or if `refused` names any that does."""
+    """Return `tasks`. Raises UserError if one runs code or needs images; `refused` names tasks that do."""
     unsafe = ("UNSAFE_CODE", "MULTIMODAL")
     others = [name for name, task in tasks.items() if any(getattr(task, kind, False) for kind in unsafe)]
     if refused := [*refused, *others]:
@@ -199,7 +199,7 @@ def quiet(progress_bars: bool = False) -> Iterator[None]:
 
 @functools.cache
 def _sandbox() -> Any:
-    """Replace lm-eval's Jinja environment, for templates, by a sandbox that cannot reach Python; return the sandbox."""
+    """Replace lm-eval's Jinja environment by a sandbox whose templates cannot reach Python; return the sandbox."""
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
@@ -217,9 +217,9 @@ def suite_names() -> list[str]:
 
 
 def suite_tasks(name: str) -> list[str] | None:
-    """Return the tasks that a suite lists, or None if there is no suite of this name.
+    """Return the tasks that a suite lists; None if there is no such suite.
 
-    Raises UserError if its file is invalid, or refers to `evaluate.path`, which is not set.
+    Raises UserError if its file is invalid, or refers to an unset `evaluate.path`.
     """
     path = SUITES / f"{name}.yaml"
     if name not in suite_names():

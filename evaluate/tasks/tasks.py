@@ -51,7 +51,7 @@ def parse_entry(written: str) -> Entry:
 
 
 def anchored(tasks: Sequence[str], progress: Report = lambda line: None, allow_code: bool = False) -> list[str]:
-    """Return the tasks with suites expanded and paths made absolute, for processes in other folders.
+    """Expand suites and make paths absolute, for processes in other folders; return the tasks.
 
     Raises UserError if a task is missing or invalid.
     """
@@ -177,7 +177,7 @@ def _staged_config(name: str, custom_dataset: Callable[..., dict[str, Any]]) -> 
 
 @contextlib.contextmanager
 def staged_by_name(progress: Report) -> Iterator[None]:
-    """Make lm-eval load tasks by name from the staged benchmarks, where these are staged, inside the block."""
+    """Make lm-eval load tasks by name from staged benchmarks, where there are any, inside the block."""
     from lm_eval.tasks.manager import TaskManager
 
     directory, original = benchmarks_directory(), TaskManager.load

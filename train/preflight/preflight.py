@@ -34,7 +34,7 @@ class Finding:
 
 
 def check_node(runs: Sequence[RunConfig], folder: Path, ranks: int) -> Iterator[Finding]:
-    """Check a node's memory, disk and network for runs with `ranks` ranks on it and checkpoints in `folder`."""
+    """Check memory, disk and network of this node for `runs`, with `ranks` ranks on it and checkpoints in `folder`."""
     yield _memory(runs, ranks)
     yield _disk(runs, folder)
     for name in hosts_of(runs[0]):
@@ -64,7 +64,7 @@ def _memory(runs: Sequence[RunConfig], ranks: int) -> Finding:
 
 
 def free_of_gpus() -> list[int]:
-    """Return the free bytes of every GPU that this process may use; an empty list without a driver or a GPU."""
+    """Return the free bytes of each GPU that this process may use; [] without a driver or a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     command += [] if visible is None else ["-i", visible]  # an empty value is refused, because no GPU is visible
