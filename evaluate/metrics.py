@@ -123,7 +123,7 @@ def task_scores(items: Sequence[ItemResult], contaminated: Collection[int] | Non
 
     `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there, but may be None. `withheld` says on
     which item the model failed (then every score is None), or is None. `clean`: scores without the items whose index is
-    in `contaminated`, or None if that is None.
+    in `contaminated`; None if that is unknown.
     """
     broken = next((item for item in items if not item.is_finite), None)
     names = [*ALWAYS, *sorted({name for item in items for name in item.values} - {*ALWAYS, *OWN, "bpb"})]
@@ -170,7 +170,7 @@ def task_label(name: str, scores: Mapping[str, Any]) -> str:
 
 
 def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
-    """Return a task's (acc - chance) / (1 - chance) and its standard error; None without accuracy."""
+    """Return a task's (acc - chance) / (1 - chance) and its standard error; None without accuracy or if chance is 1."""
     acc, chance = scores.get("acc"), scores.get("chance") or 0.0
     if acc is None or chance >= 1:
         return None

@@ -246,7 +246,7 @@ class Answers:
         return answer
 
     def put(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Store a batch of (key, JSON value), in the file as one line. Raises UserError if the disk is full."""
+        """Store a batch of (key, JSON value), in the file as one line. Raises UserError if that fails."""
         batch = dict(pairs)
         if not batch:
             return

@@ -50,8 +50,7 @@ def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") 
     """Call a function on every rank of a job and return its result.
 
     Under torchrun or submitit the ranks are the job's, with one GPU each if `device` is `cuda`; each returns its
-    result. Otherwise, unless `count` is 1, this process forks `count` ranks with one thread each and returns rank 0's
-    result.
+    result. Otherwise this process forks `count` ranks (if more than 1), one thread each, and returns rank 0's result.
 
     Raises:
         UserError: The function raised it on any rank, or the number of ranks is not possible here.

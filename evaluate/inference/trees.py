@@ -69,7 +69,7 @@ def plan_trees(
 ) -> list[Tree]:
     """Pack the requests with indices `waiting` into trees of at most `largest` tokens.
 
-    A request joins the previous request's tree if that costs no more than a new tree; one over `largest` has a separate
+    A request joins the previous request's tree if that costs no more than a new tree; a longer request has a separate
     tree. No token sees what precedes the last `end_of_document` before it.
     """
     growing: list[_Growing] = []
