@@ -48,7 +48,7 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
-        """Update the loss scale after a step. `skipped` is a scalar tensor, nonzero if the step changed no weights."""
+        """Update the loss scale after a step; `skipped` () is nonzero if the step changed no weights."""
         if self.scale is None:
             return
         skipped = skipped.bool()
@@ -58,7 +58,7 @@ class LossScaler:
         self._good_steps = good_steps.masked_fill_(grows, 0)
 
     def state(self) -> dict[str, float]:
-        """Return the loss scale and its number of good steps in a row, for a checkpoint; {} without a scale."""
+        """Return the loss scale and the number of good steps in a row, for a checkpoint; {} without a scale."""
         if self.scale is None:
             return {}
         return {"scale": read(self.scale).item(), "good_steps": int(read(self._good_steps).item())}

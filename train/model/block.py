@@ -21,12 +21,11 @@ Turn = tuple[Tensor, Tensor]
 
 
 def widened(x: Tensor) -> Tensor:
-    """Convert x to fp32 if its type is narrower."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise x over its last dimension by RMSNorm (Zhang and Sennrich 2019) with weight (w,)."""
+    """Apply RMSNorm (Zhang and Sennrich 2019), with weight (w,), along the last dimension of x."""
     if on_gpu(x) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return F.rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
@@ -71,7 +70,7 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of position times frequency theta^(-2 i / head_dim), each (length, head_dim / 2), fp32.
 
-    With `scaling`, for long contexts, frequencies are lowered, and cosine and sine multiplied by its amplitude.
+    With `scaling`, for long contexts, slow frequencies are lowered, and the results are multiplied by its amplitude.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     if scaling is not None:
@@ -84,10 +83,10 @@ def rotary_angles(
 
 
 def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Return how much of each frequency (d / 2,) escapes context scaling: 0 for slow, 1 (all) for fast ones.
+    """Return per frequency (d / 2,) the share that is not divided by `scaling.factor`: 0 if slow, 1 if fast.
 
-    In between, llama3 is linear in the rotations within the old context (Llama 3.1), and yarn in the frequency's index
-    (Peng et al. 2023, arXiv 2309.00071, section 3.2), bounds rounded as in transformers.
+    In between it is linear: for llama3 in the turns within the original context (Llama 3.1), for yarn in the
+    frequency's index (Peng et al. 2023, arXiv 2309.00071, section 3.2), with bounds rounded as in transformers.
     """
     if scaling.kind == "llama3":
         turns = frequencies * scaling.length / (2 * math.pi)
@@ -104,7 +103,7 @@ def _unscaled_share(frequencies: Tensor, theta: float, scaling: RopeScaling) -> 
 
 
 def rotary_turn(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:
-    """Expand cos and sin (time, d / 2) to the pair of (time, 1, d) that `rotated` reads."""
+    """Return cos and sin (time, d / 2) in the form that `rotated` reads, each (time, 1, d)."""
     cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -130,7 +129,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x by cos and sin: (time, d / 2) in training, or in inference the pair from `rotary_turn`."""
+    """Rotate x by cos and sin, both (time, d / 2), or in inference the pair from `rotary_turn`."""
     if cos.ndim == 3:  # expanded by `rotary_turn` already
         return rotated(x, (cos, sin))
     if torch.compiler.is_compiling():
@@ -147,8 +146,7 @@ def query_key_value(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused product (…, heads + 2 kv_heads, d) into query, key and value, and rotate query and key.
 
-    Args:
-        norms: of queries and of keys, applied before the rotation; empty: none.
+    `norms`: for queries and keys, applied before the rotation; may be empty.
     """
     if norms:
         query, key, value = products.split((heads, kv_heads, kv_heads), dim=-2)
@@ -160,7 +158,7 @@ def query_key_value(
 
 
 def gated(x: Tensor) -> Tensor:
-    """Return silu(gate) * up, (…, h), of the halves (gate, up) of x (…, 2 h), without a derivative."""
+    """Return silu(gate) * up, (…, h), with gate and up the halves of x (…, 2 h); not differentiable."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -210,7 +208,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:
-    """Return the gradient of a table (rows, width), given `grad` (…, width), that of rows looked up for `tokens` (…).
+    """Return an embedding table's gradient, (rows, width), from `grad` (…, width), that of the rows of `tokens` (…).
 
     Tokens equal to `left_out` are ignored. CPUs sum in at least fp32: in bf16 a sum would stop growing early.
     """

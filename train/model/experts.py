@@ -2,8 +2,8 @@
 
 Special here:
 - Rows are sorted by expert, so that each expert has one product per matrix for any load.
-- The biases that balance the load are parameters. Their gradient is the number of excess tokens of an expert, so it is
-  summed over micro-batches and ranks, sharded and saved like any gradient; `optimizer/sign.py` makes the step.
+- The biases that balance the load are parameters. Their gradient is an expert's number of excess tokens, summed over
+  micro-batches and ranks like any gradient; `optimizer/sign.py` makes the step.
 - The load-balancing loss is computed per sequence, so it does not depend on the mesh.
 """
 
@@ -53,7 +53,7 @@ class Router(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Routing, Tensor | None]:
-        """Choose experts for tokens (n, width), in sequences of `length` tokens. Returns routing and any penalty ()."""
+        """Choose experts for tokens (n, width), `length` per sequence. Returns also any penalty, (), for a gradient."""
         config, k = self.config, self.config.experts_per_token
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
@@ -184,7 +184,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _stacks(gate_up: Tensor, down: Tensor, counts: Tensor) -> list[Tensor]:
-    """View gate_up and down as (experts, rows, columns); `counts` has one number per expert."""
+    """View each weight as (experts, rows, columns)."""
     return [weight.view(len(counts), -1, weight.shape[1]) for weight in (gate_up, down)]
 
 
@@ -192,7 +192,10 @@ Expert = int | Tensor  # its number; on GPUs in bf16 all experts, by the ends of
 
 
 def _parts(counts: Tensor, dtype: torch.dtype) -> list[tuple[slice, Expert]]:
-    """Split rows, `counts` per expert, into slices with their expert; on GPUs in bf16 one slice has all experts."""
+    """Return (slice of rows, expert) per expert that has rows, or on GPUs in bf16 one pair for all.
+
+    Rows are sorted by expert, `counts` of each.
+    """
     if on_gpu(counts) and dtype == torch.bfloat16:  # no grouped product of other types; below, `tolist` waits for a GPU
         return [(slice(None), counts.cumsum(0).to(torch.int32))]
     ends = list(accumulate(counts.tolist()))
@@ -207,7 +210,7 @@ def product(x: Tensor, weights: Tensor, expert: Expert, out: Tensor) -> Tensor:
 
 
 def outer(left: Tensor, right: Tensor, expert: Expert, out: Tensor) -> None:
-    """Write left^T right of an expert's rows, in (m, a) and (m, b), to the expert's matrix in out (experts, a, b)."""
+    """Write left^T right, for the rows (m, a) and (m, b) of an expert, to its matrix in out (experts, a, b)."""
     if isinstance(expert, int):
         torch.mm(left.mT, right, out=out[expert])
     else:
@@ -215,10 +218,10 @@ def outer(left: Tensor, right: Tensor, expert: Expert, out: Tensor) -> None:
 
 
 def balance_of(loads: Tensor) -> dict[str, list[float]]:
-    """Measure, in every block, how evenly tokens are spread, given their numbers per expert (blocks, experts).
+    """Measure how evenly each block's tokens spread over experts, from their numbers `loads` (blocks, experts).
 
-    load_max: largest number over the mean. load_entropy: entropy of the shares over that of equal ones. dead_experts:
-    number of experts without tokens.
+    load_max: largest number over the mean. load_entropy: entropy of the experts' shares over its maximum. dead_experts:
+    number without tokens.
     """
     share = loads / loads.sum(-1, keepdim=True)  # (blocks, experts)
     return {
@@ -269,7 +272,7 @@ class MoE(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-        """Return the output for x, (batch, time, width) or (tokens, width), and the penalty; `length` is time."""
+        """Return the output, shaped like x (…, width), and any penalty, (); `length`: tokens per sequence."""
         flat = self.strategy.enter(x).flatten(0, -2)
         routing, penalty = self.router(flat, length)
         y = self.strategy.experts(self.experts, flat, routing)

@@ -1,6 +1,6 @@
 """A pre-norm decoder with RMSNorm, rotary positions, SwiGLU and grouped-query attention.
 
-The vocabulary is padded to a round size for speed. Padding is never predicted.
+The vocabulary is padded to a round size for speed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Attention(nn.Module):
         return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     def take_heads(self, ranks: int, rank: int) -> None:
-        """Keep only the heads of tensor-parallel rank `rank` of `ranks`."""
         self.heads //= ranks
         if self.kv_heads >= ranks:
             self.kv_heads //= ranks
@@ -70,9 +69,9 @@ class Attention(nn.Module):
         return self.qkv(x)
 
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Compute attention from query-key-value products: (…, rows of qkv) -> (…, heads * head_dim).
+        """Compute attention, (…, heads * head_dim), from `products`: query, key and value in one (…, rows of qkv).
 
-        … is (batch, time) or (batch * time); time is the length of `cos` (time, head_dim / 2). `seen`: see `GPT.seen`.
+        … is (batch, time) or (batch * time), with time the length of `cos`. `seen`: see `GPT.seen`.
         """
         if self.qkv_bias is not None:
             products = products + self.qkv_bias
@@ -123,11 +122,11 @@ class Block(nn.Module):
         self.mlp: MLP | MoE = MoE(config, shared) if experts else MLP(config.width, config.mlp_hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor, rows: Tensor | None = None) -> Stream:
-        """Return the residual stream after the block; in a mixture of experts also the router's penalty.
+        """Return the residual stream after the block, and in a mixture of experts also the router's penalty.
 
         Args:
-            seen: see `GPT.seen`.
-            rows: (m,) in inference, indices of the rows of x (n, w) to return; the backend must select these queries.
+            seen: nothing, or the tensor from `GPT.seen`.
+            rows: in inference, indices (m,) of the rows of x (n, w) to return; the backend must select these queries.
         """
         if self.recompute == "full":
             return checkpointed(self._plain, x, cos, sin, *seen)
@@ -220,7 +219,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        """Apply `fn`, but recompute the rotary angles in fp32 on the model's device."""
+        """Apply `fn` to all tensors, then compute the rotary angles again, so that they stay fp32."""
         super()._apply(fn, recurse)
         self.place_angles(self.cos.device)
         return self
@@ -229,20 +228,20 @@ class GPT(nn.Module):
         return self.head.whole(self.logits(tokens)).view(*tokens.shape, -1)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits, with columns for the vocabulary's padding; a tensor-parallel rank returns its columns."""
+        """Return logits, padding included; a tensor-parallel rank returns only its columns."""
         return self.head(self.last_hidden(tokens))
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
-        """Return the normalised stream that the head reads; if ranks split sequences, only for this rank's tokens."""
+        """Return the head's input, the normalised residual stream, for this rank's tokens."""
         return self.leave(self.through(self.enter(tokens), tokens)[0])
 
     def enter(self, tokens: Tensor) -> Tensor:
         return self.embedding(self.strategy.own(tokens, 1))
 
     def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Run the blocks of chunk number `chunk` on the residual stream x; `tokens` determine what each query sees.
+        """Run the blocks of chunk number `chunk` on x, the residual stream of `tokens` (batch, time).
 
-        Returns the stream, and the sum of the routers' penalties (None: no experts).
+        Returns the stream, and the sum of the routers' penalties (None: no experts, or no gradients).
         """
         time = tokens.shape[1]
         if time > self.max_length:
@@ -263,13 +262,13 @@ class GPT(nn.Module):
         return x * self.output_scale if self.output_scale != 1.0 else x
 
     def seen(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the tensor that limits each query's keys, as a tuple; () if a query sees all keys up to its own."""
+        """Return (mask or first visible position of each query,), or () if a query sees all keys up to its own."""
         first = None if self.end_of_document is None else document_starts(tokens, self.end_of_document)
         seen = self.backend.seen(tokens, first, self.config.window, dtype)
         return () if seen is None else (seen,)
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Return the cross-entropy plus z-loss in nats, fp32: the mean, or with `none` per token (batch, time).
+        """Return cross-entropy plus z-loss in nats, fp32: the mean, or with reduction `none` per token, (batch, time).
 
         A context-parallel rank counts only its tokens. Routers' penalties add to the gradient, not to the value.
         """
@@ -297,7 +296,7 @@ class GPT(nn.Module):
             self.register_module(name, nn.Identity())
 
     def chunk_of(self, parameter: str) -> int:
-        """Return the index of the chunk whose backward pass computes a parameter's gradient."""
+        """Return the index of the chunk, of this rank's, whose backward pass computes a parameter's gradient."""
         owner, number, *_ = parameter.split(".")
         if owner == "blocks":
             return next(place for place, chunk in enumerate(self.chunks) if int(number) in chunk)
@@ -308,7 +307,7 @@ class GPT(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def loads(self) -> Tensor | None:
-        """Return training tokens per expert since the last call, (blocks with experts, experts), or None if none."""
+        """Return each expert's training tokens since the last call, (blocks with experts, experts); None if none."""
         routers = [moe.router for moe in self.mixtures]
         loads = [router.load for router in routers]
         for router in routers:
@@ -316,7 +315,7 @@ class GPT(nn.Module):
         return torch.stack([load for load in loads if load is not None]) if loads and None not in loads else None
 
     def set_attention(self, requested: str, device: torch.device, dtype: torch.dtype) -> Choice:
-        """Choose and set the attention backend. Raises UserError if it cannot be used."""
+        """Set the attention backend `requested`, or for `auto` choose one. Raises UserError if it cannot be used."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
         masks = has_window, has_documents, self.strategy.attention is not None
@@ -345,10 +344,7 @@ class GPT(nn.Module):
                 block.recompute = mode
 
     def compile_blocks(self) -> None:
-        """Compile block by block: all blocks of one width share one compilation.
-
-        The hooks in which ZeRO-3 gathers and frees weights are not compiled.
-        """
+        """Compile each block, without mixtures of experts and ZeRO-3's hooks; equal blocks share one compilation."""
         mixtures: list[nn.Module] = [module for module in self.modules() if isinstance(module, MoE)]
         for mixture in mixtures:  # here and not in the class, because that imports the compiler
             mixture.forward = torch.compiler.disable(mixture.forward)

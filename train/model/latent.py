@@ -48,25 +48,25 @@ class LatentAttention(nn.Module):
         return self.out(self.mix(self.project(x), cos, sin, seen))
 
     def compressed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the query matrix's input, the normalised latent and the rotary part of the key, for x (…, width)."""
+        """Return the input of W_q, the normalised latent (…, c) and the unrotated k_r (…, r), for x (…, width)."""
         queries = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
         latent, key = self.latent(x).split((self.rank, self.rotary), dim=-1)
         return queries, self.latent_norm(latent), key
 
     def project(self, x: Tensor) -> Tensor:
-        """Return queries, keys, values and shared rotary key, concatenated: (…, H (d + r) + 2 H d + r) for H heads."""
+        """Return queries, keys, values and shared rotary key side by side: (…, H (d + r) + 2 H d + r) for H heads."""
         queries, latent, key = self.compressed(x)
         return torch.cat((self.query(queries), self.key_value(latent), self.strategy.enter(key)), dim=-1)
 
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Compute attention (…, heads * head_dim) from the result of `project`; else like `Attention.mix`."""
+        """Compute attention, (…, heads * head_dim), from the result of `project`; see `Attention.mix`."""
         rows = products.view(-1, len(cos), products.shape[-1])
         query, key, value = self.split(rows, lambda x: apply_rotary(x, cos, sin))
         mixed = self.backend.attend(query, key, value, seen, self.window)
         return mixed[..., : self.head_dim].reshape(*products.shape[:-2], -1, self.heads * self.head_dim)
 
     def split(self, products: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Split `project`'s result into query, key and padded value, (…, time, H, d + r); `rotate` the rotary parts."""
+        """Split `project`'s result into query, key and padded value, (…, time, H, d + r) each; `rotate` the r part."""
         heads, d, r = self.heads, self.head_dim, self.rotary
         query, both, key = products.split((heads * (d + r), 2 * heads * d, r), dim=-1)
         query, turned = query.unflatten(-1, (heads, d + r)).split((d, r), dim=-1)

@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token from the head's input: the head's matrix product and the loss in one.
+"""The head's matrix product and the cross-entropy of the next token in one.
 
 With n rows of width w, a vocabulary of V, z = x W^T the logits, p their softmax and c the z-loss:
 
@@ -6,8 +6,7 @@ With n rows of width w, a vocabulary of V, z = x W^T the logits, p their softmax
     dz (n, V)  = (1 + 2 c lse) p - onehot,   dx (n, w) = dz W,   dW (V, w) = dz^T x
 
 Logits exist for some rows at a time. In the forward pass dz overwrites them and goes into dx and dW, which the backward
-pass only scales. Since dz is not divided by n, it has the size of a probability for any batch and loss scale; fp16
-stores it times `SHIFT`.
+pass only scales. dz is not divided by n, so it has the size of a probability; fp16 stores it times `SHIFT`.
 
 Gradients in the forward pass: Hsu et al. 2024 (Liger), arXiv 2410.10989. z-loss: Chowdhery et al. 2022 (PaLM), arXiv
 2204.02311, section 5.
@@ -96,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _in_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, work: Work, gradients: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Compute losses (n,) by `work`, some rows at a time. If passed, `gradients` get dx (n, w) and dW (V, w)."""
+    """Compute losses (n,) by `work`, some rows at a time. Fills any `gradients`, dx (n, w) and dW (V, w)."""
     losses = torch.empty(len(x), dtype=_wide(x.dtype), device=x.device)
     step = rows_at_a_time(len(weight), "cuda" if on_gpu(x) else "cpu")
     for start in range(0, len(x), step):
@@ -126,7 +125,7 @@ def cross_entropy_reference(
 ) -> tuple[Tensor, Tensor]:
     """Return losses (n,) in at least fp32, and `scale` times their derivative by logits (n, V), in the logits' type.
 
-    The logits are overwritten, and may be returned as the derivative. `scale` 0: the derivative is not computed.
+    Overwrites the logits, and may return them as the derivative. With `scale` 0 no derivative is computed.
     """
     if vocab_size < logits.shape[1]:
         logits[:, vocab_size:] = float("-inf")
@@ -146,7 +145,7 @@ def cross_entropy_reference(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """Add left^T (V, n) times right (n, w) to `total` (V, w); with `fresh`, write it there instead."""
+    """Add left^T (V, n) times right (n, w) to `total` (V, w), or with `fresh` overwrite it."""
     add, keep = partial(torch.addmm, beta=0.0 if fresh else 1.0, out=total), total.dtype
     if left.dtype == keep:
         add(total, left.T, right)

@@ -22,13 +22,12 @@ Multiplying decay by w keeps eta * decay the same at every size. At the base wid
     norms, biases of a branch   as above                   as above         none            eps m / w
     embedding, last norm        as above                   as above         none            eps / w
 
-A router is like an output, because the number of experts does not grow with the width: it starts at
-sqrt(base_width) / width, and learns at eta / w. Experts are matrices inside blocks (Małaśnicki et al. 2025,
-arXiv:2508.09752). The biases of a router's choice start at 0 and move by `balance_rate`.
+A router is like an output, because the number of experts does not grow with the width: it starts at sqrt(base_width) /
+width, and learns at eta / w. Experts are matrices inside blocks (Małaśnicki et al. 2025, arXiv:2508.09752). The biases
+of a router's choice move by `balance_rate`.
 
-The head starts at zero at every width, so the first loss is exactly ln(vocabulary). Tied embeddings start at
-1/sqrt(base_width) and keep the embedding's learning rate; instead, logits are divided by w (ibid., Table 3 and section
-B.1).
+The first loss is exactly ln(vocabulary), unless embeddings are tied: these start at 1/sqrt(base_width) and keep the
+embedding's learning rate; instead, logits are divided by w (Yang et al. 2022, Table 3 and section B.1).
 """
 
 from __future__ import annotations
@@ -75,10 +74,7 @@ def empty_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int)
 
 
 def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, initial weights) of one whole parameter at a time, fp32 on the CPU.
-
-    Every rank draws all weights, so a seed gives the same weights on any mesh.
-    """
+    """Yield each parameter's name and whole initial weights, fp32 on the CPU; a seed gives the same on any mesh."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model_shape(model).parameters:
         weights = torch.empty(parameter.shape)

@@ -1,9 +1,9 @@
 """Recomputation in the backward pass, of a whole block's activations or only of cheap ones.
 
 `selective` saves the outputs of the big matrix products and the residual stream; no product with a weight and no
-collective runs twice. To allow this, `recomputed` also drops the output of a function, although the next product needs
-it: the product's saved tensor becomes a view of the recomputed one. Gradients have the same bits if a function gives
-the same bits twice.
+collective runs twice. `recomputed` also drops the output of a function, although the next product saves it: in the
+backward pass the product gets a view of the recomputed one. Gradients have the same bits if a function gives the same
+bits twice.
 
 Korthikanti et al. 2022, arXiv 2205.05198, section 5.
 """
@@ -30,7 +30,7 @@ def checkpointed(function: Callable[..., Out], *inputs: Tensor) -> Out:
 
 
 def recomputed(function: Callable[..., Tensor], product: Callable[[Tensor], Out], *inputs: Tensor) -> Out:
-    """Return product(function(*inputs)), and recompute the function's tensors in the backward pass, not saving them.
+    """Return product(function(*inputs)); the backward pass runs `function` again, whose tensors are not saved.
 
     The inputs must not be written to before the backward pass.
     """
@@ -60,7 +60,7 @@ class _Dropped:
         return self.saved - 1
 
     def dropper_of_views(self, out: Tensor) -> Callable[[Tensor], int | Tensor]:
-        """Return a hook for tensors that the product saves: it drops views of `out`, and keeps all others."""
+        """Return a hook for tensors that the product saves: it drops only views of `out`, which are recomputed."""
         storage, dtype = out.untyped_storage()._cdata, out.dtype  # not `out`: the hook lives as long as the graph
 
         def drop(x: Tensor) -> int | Tensor:

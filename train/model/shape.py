@@ -56,12 +56,12 @@ TRAVELLING = {"cpu": 2**19, "cuda": 2**23}
 
 
 def rows_at_a_time(vocabulary: int, device: str) -> int:
-    """Return for how many tokens logits are computed at a time, on `device` cpu | cuda."""
+    """Return the number of tokens whose logits are computed at a time, on `device` cpu | cuda."""
     return max(LOGITS_AT_A_TIME[device] // vocabulary, FEWEST_ROWS[device])
 
 
 def heads_at_a_time(heads: int, numbers: int, device: str) -> int:
-    """Return how many of `heads` key/value heads, of `numbers` elements each, ranks send at a time round a ring."""
+    """Return how many of `heads` key heads, of `numbers` elements each, ranks send at a time round a ring."""
     return min(heads, -(-TRAVELLING[device] // numbers))
 
 
@@ -71,7 +71,7 @@ def query_block(length: int) -> int:
 
 
 def visible_blocks(length: int, block: int, window: int | None = None) -> list[tuple[int, int, int]]:
-    """Return, for each block of queries, its first visible key, its first query, and where its queries and keys end."""
+    """Return (first visible key, first query, end of both) for each block of queries in causal attention."""
     starts = range(0, length, block)
     return [(max(0, start - (window or length) + 1), start, min(start + block, length)) for start in starts]
 
@@ -110,7 +110,7 @@ class Parameter:
 
     @property
     def flops(self) -> int:
-        """Return forward FLOPs per token: 2 per multiply-add, 0 if it multiplies no tokens."""
+        """Return forward FLOPs per token, 2 per multiply-add; 0 for a parameter that multiplies no tokens."""
         return 2 * self.active if self.role in PRODUCTS else 0
 
     def of_block(self, number: int) -> Parameter:
@@ -154,7 +154,7 @@ class Shape:
 
     @property
     def block(self) -> tuple[Parameter, ...]:
-        """Return the parameters of the last block, in order. It has all experts, which the first blocks may lack."""
+        """Return the last block's parameters, in order. It has any experts, which the first blocks may lack."""
         return self.block_of(self.depth - 1)
 
     def block_of(self, number: int) -> tuple[Parameter, ...]:
@@ -184,12 +184,12 @@ class Shape:
 
     @property
     def inner(self) -> int:
-        """Return the number of hidden units of a block's feed-forward that one token uses."""
+        """Return how many of a block's feed-forward hidden units one token uses."""
         return self.hidden if self.experts is None else self.experts.chosen * self.experts.hidden + self.experts.shared
 
     @property
     def table(self) -> int:
-        """Return the number of weights of the embedding; the head has as many."""
+        """Return the number of weights of the embedding, or of the head."""
         return self.vocabulary * self.width
 
     @property
@@ -198,12 +198,12 @@ class Shape:
 
     @property
     def block_matrices(self) -> int:
-        """Return the number of weights in a block's matrices that one token uses."""
+        """Return how many weights of the last block's matrices one token uses."""
         return sum(parameter.flops for parameter in self.block) // 2
 
     @property
     def matrices(self) -> int:
-        """Return the number of weights in all blocks' matrices that one token uses."""
+        """Return how many weights of all blocks' matrices one token uses."""
         return self.in_blocks(lambda parameter: parameter.flops) // 2
 
 
@@ -377,7 +377,7 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
 
 
 def micro_batch_of(config: RunConfig) -> int:
-    """Return how many sequences a rank passes forward at once: by default all it has, or few, to fill a pipeline."""
+    """Return the sequences of a micro-batch: as configured, else a rank's whole share, or few, to fill a pipeline."""
     parallel, share = config.parallel, config.optimizer.batch_size // config.parallel.dp
     if parallel.micro_batch_size or parallel.pp == 1:
         return parallel.micro_batch_size or share

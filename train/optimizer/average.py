@@ -1,7 +1,7 @@
 """Averages of the weights over the last steps, and how each takes in the newest weights. No torch.
 
 The loss of an average at a constant rate is close to that of a run that cools down there (Haegele et al. 2024). The
-averaged range grows with the run and does not depend on its end, so runs of one trunk share averages.
+averaged range grows with the run and does not depend on its end, so runs that share a trunk share averages.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from ..config import AverageConfig
 
 
 def copies(average: AverageConfig) -> int:
-    """Return the number of averaged copies of the weights: one per span for `ema`, two for `window`."""
+    """Return the number of averaged copies of the weights: per kept span one for `ema`, two for `window`."""
     return len(average.kept) * (2 if average.kind == "window" else 1)
 
 
 def newest_shares(average: AverageConfig, step: int) -> list[float]:
-    """Return, per averaged copy, the share of the newest weights at a step (1-based); the old average keeps the rest.
+    """Return the newest weights' share in each averaged copy at `step` (from 1); the rest is the old average's.
 
-    ema: the weights' mean age is that of a window of `span` times the steps so far (Karras et al. 2024, arXiv
-    2312.02696, section 3.1). window: a plain mean, restarted in every other block of steps.
+    ema: the weights' mean age is that of a window over the last `span`, a share, of the steps so far (Karras et al.
+    2024, arXiv 2312.02696, section 3.1). window: a plain mean; a span's two copies restart in turn.
     """
     if average.kind == "ema":
         return [min(1.0, (2 / span - 1) / step) for span in average.kept]
@@ -28,7 +28,7 @@ def newest_shares(average: AverageConfig, step: int) -> list[float]:
 
 
 def whole_copies(average: AverageConfig, step: int) -> dict[float, int]:
-    """Return, by span, the index of the copy to use as its average after `step`; of two windows the one begun first."""
+    """Return, by span, the index of the copy to use as average after `step`: of a window's two, the one begun first."""
     if average.kind == "ema":
         return {span: copy for copy, span in enumerate(average.kept)}
     begins = {span: _begins(span, step) for span in average.kept}
@@ -40,7 +40,7 @@ def averaged_name(average: AverageConfig, span: float) -> str:
 
 
 def _begins(span: float, step: int) -> tuple[int, int]:
-    """Return the first step that each of a span's two copies averages at `step`; they restart in turn."""
+    """Return the first step in the average of each of a span's two copies at `step`; they restart in turn."""
     begins, block, first = [1, 1], 0, 1
     while (after := max(first + 1, math.ceil(first * (1 + span)))) <= step:
         block, first = block + 1, after

@@ -42,7 +42,7 @@ def direction(
 ) -> Tensor:
     """Return the Nesterov momentum, shaped as the gradient, in `options.iteration_precision`.
 
-    Divides the gradient by `divisor` (None: 1). Overwrites it and, unless `skipped` is 1, the momentum in `moments`.
+    Divides the gradient by `divisor` (None: 1). Overwrites the gradient, and unless `skipped` is 1 also `moments`.
     """
     import torch  # not at the top, because planning imports the registry without torch
 
@@ -78,7 +78,7 @@ def muon(weight: Tensor, direction: Tensor, states: Sequence[Tensor], step: Step
 
 
 def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Yield equally long vectors in matching pieces, which on CPUs fit a core's L2 cache."""
+    """Split equally long vectors at the same places; on CPUs a piece fits a core's L2 cache."""
     from ..hardware import on_gpu  # not at the top, because planning imports the registry without torch
 
     size = max(1, len(vectors[0])) if on_gpu(vectors[0]) else 2**15

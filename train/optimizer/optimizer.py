@@ -17,9 +17,9 @@ MATRICES = ("first", "latent", "last")  # roles of the matrices inside blocks, s
 
 @dataclass
 class Options:
-    """Options of an optimizer with decoupled weight decay, and the rule for the learning rate at every width.
+    """Options of an optimizer with decoupled weight decay, whose learning rates follow muP for Adam at every width.
 
-    The rule is muP for Adam (Yang et al. 2022, Table 8), see `model/parametrization.py`.
+    muP: Yang et al. 2022, Table 8, see `model/parametrization.py`.
     """
 
     learning_rate: Positive = 6e-3  # at base_width

@@ -57,7 +57,7 @@ class BucketLayout:
 
     @property
     def segments(self) -> list[tuple[int, Range]]:
-        """Return (group, range) of adjacent parameters of one learning rate and decay; the ranges cover the bucket."""
+        """Return (group, range) for adjacent parameters with one learning rate and decay; ranges cover the bucket."""
         firsts = [slot for i, slot in enumerate(self.slots) if i == 0 or self.slots[i - 1].group != slot.group]
         stops = [*(slot.start for slot in firsts[1:]), self.size]
         return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
@@ -74,7 +74,6 @@ def pack_bucket(
 
 
 def bucket_limit(itemsize: int) -> int:
-    """Return how many elements of `itemsize` bytes one bucket may have."""
     return max(1, int(BUCKET_MB * 2**20 / itemsize))
 
 
@@ -94,11 +93,14 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
 def bucket_layouts(
     sizes: Mapping[str, int], groups: Mapping[str, int], limit: int, ranks: int, *, gathered: bool, ep: int = 1
 ) -> list[BucketLayout]:
-    """Assign parameters, in forward order in `sizes`, to buckets, returned in backward order.
+    """Assign parameters to buckets, returned in the order of the backward pass.
 
-    With `gathered` (ZeRO-3) a bucket is a block, an untied table, or the final norm with the head or tied table; else
-    it has up to `limit` elements. With ep > 1 experts have separate buckets, which ranks / ep ranks share. `groups`
-    numbers the parameters by learning rate and decay.
+    A bucket has up to `limit` elements, or with `gathered` (ZeRO-3) is a block, an untied table, or the final norm with
+    the head or tied table. With ep > 1 experts have separate buckets, each shared by ranks / ep ranks.
+
+    Args:
+        sizes: elements by parameter, in forward order.
+        groups: number of the learning rate and decay, by parameter.
     """
     backward = list(sizes)[::-1]
     runs = _gathered(backward) if gathered else fill(backward, sizes, limit)
@@ -126,9 +128,9 @@ def _gathered(backward: Sequence[str]) -> list[list[str]]:
 def counted(
     bucket: BucketLayout, placements: Mapping[str, Placement], tp_rank: int, left_out: Container[int] = ()
 ) -> list[Range]:
-    """Return ranges of a bucket whose squares a tensor-parallel rank adds to the gradient norm.
+    """Return the ranges of a bucket that a tensor-parallel rank counts in the gradient norm.
 
-    These are pieces that only this rank holds, and on rank 0 also those that all hold, except in groups in `left_out`.
+    They are the pieces that only this rank holds, and on rank 0 also shared ones, except in groups in `left_out`.
     """
     return _merge(
         (r, (tp_rank == 0 or not piece.shared) and group not in left_out)
@@ -137,7 +139,7 @@ def counted(
 
 
 def partial(bucket: BucketLayout, placements: Mapping[str, Placement]) -> list[Range]:
-    """Return ranges of a bucket of whose gradient each tensor-parallel rank has one term, still to be summed."""
+    """Return the ranges of a bucket whose gradients are still to be summed over tensor-parallel ranks."""
     return _merge((r, piece.partial) for r, _, piece in _pieces(bucket, placements))
 
 

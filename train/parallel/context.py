@@ -3,8 +3,8 @@
 Special here:
 - Rank r has the pieces r and 2 cp - 1 - r of 2 cp, so that all ranks have equal causal work at every step of the ring.
 - A rank's tokens stay in order, so a query sees one range of a rank's keys, and each step is one product.
-- Partial results are merged in fp32 by their log-sum-exp. The backward pass uses the final one in every block, so that
-  partial derivatives are those of the whole softmax. Those of keys and values travel with them back to their rank.
+- Partial results are merged in fp32 by their log-sum-exp. The backward pass uses the final one, so that partial
+  derivatives are those of the whole softmax. Keys and values take their derivatives with them back to their rank.
 
 Liu et al. 2023, arXiv 2310.01889; Grattafiori et al. 2024 (Llama 3), arXiv 2407.21783, section 3.3.2.
 """
@@ -33,7 +33,7 @@ _derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def own_part(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's two of 2 cp pieces of the sequence, which is dimension `dim`."""
+    """Cut the sequence, dimension `dim` of x, into 2 cp pieces. Returns this rank's two."""
     pieces = x.unflatten(dim, (2 * group.size(), -1)).unbind(dim)
     return torch.cat([pieces[piece] for piece in _pieces(group.size(), group.rank())], dim)
 
@@ -49,9 +49,9 @@ def mean_over_parts(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def plain_pairs(cp: int, rank: int, source: int, piece: int) -> list[Pair]:
-    """Return, as one `Pair`, this rank's queries and the keys of rank `source` that they see without a mask.
+    """Return the one `Pair` of this rank's queries with keys of rank `source`, if attention is only causal.
 
-    It is 2 x 1 or 1 x 2 pieces (queries x keys) of `piece` tokens, or if source = rank the causal triangle of 2 x 2.
+    In pieces of `piece` tokens, it is 2 queries x 1 key, or 1 x 2, or with source = rank the causal triangle of 2 x 2.
     """
     first, last, both = slice(0, piece), slice(piece, 2 * piece), slice(0, 2 * piece)
     return [(both, both, 0) if source == rank else (both, first, piece) if source < rank else (last, both, 2 * piece)]
@@ -73,12 +73,12 @@ def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None
 
 
 def _before(position: int, cp: int, source: int, piece: int) -> int:
-    """Return how many tokens of rank `source`, two pieces of `piece`, precede a position."""
+    """Return how many tokens of rank `source` precede a position of the sequence; `piece`: half a rank's tokens."""
     return sum(min(max(position - number * piece, 0), piece) for number in _pieces(cp, source))
 
 
 def _send_on(sent: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start to send a tensor to the next rank. Returns a function that waits for the previous rank's and returns it."""
+    """Start to send a tensor to the next rank. Returns a function that waits for the previous rank's tensor."""
     cp, rank, received = group.size(), group.rank(), torch.empty_like(sent)
     send = P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % cp)
     receive = P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % cp)
@@ -103,9 +103,9 @@ class Ring(Backend):
         object.__setattr__(self, "attention", torch.compiler.disable(_Attention.apply))
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the first position that each of this rank's queries sees, (batch, time / cp), or None if 0 for all.
+        """Return the first visible position of each of this rank's queries, (batch, time / cp), or None if all are 0.
 
-        batch is 1 if all rows are equal.
+        batch is 1 if all sequences have the same positions.
         """
         first = super().seen(tokens, first, window, dtype)
         if first is None:
@@ -120,9 +120,10 @@ class Ring(Backend):
     def steps(
         self, key_value: Tensor, seen: Tensor | None, window: int | None
     ) -> Iterator[tuple[Tensor, list[tuple[Pair, Tensor | None]]]]:
-        """Yield the keys and values of each rank in turn, (2, batch, time, kv_heads, d), while the next ones arrive.
+        """Yield each rank's keys and values in turn, (2, batch, time / cp, kv_heads, d), while the next ones arrive.
 
-        With them comes a list of `Pair`s, each with the first key in its slice that each query sees (None: 0).
+        With them comes a list of `Pair`s, each with the index in its slice of the first key that a query sees (None:
+        0).
         """
         cp, rank, piece = self.group.size(), self.group.rank(), key_value.shape[2] // 2
         block = piece if self.name == "ours" else query_block(piece)
@@ -181,7 +182,7 @@ def ring_over(backend: Backend, group: ProcessGroup) -> Ring:
 def _mask(query: Tensor, keys: int, ahead: int, first: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return a mask to add to scores, (batch, 1, queries, keys), and which queries see no key, (batch, 1, queries).
 
-    Query i sees keys first[i] … i + ahead. Without `first`, returns None twice.
+    Query i sees keys first[i] … i + ahead. Both are None without `first`.
     """
     if first is None:
         return None, None
@@ -252,7 +253,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _turns(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
-    """Divide heads into those that go round the ring together: slices of query heads, and of their key/value heads."""
+    """Return the slices of query heads, each with the slice of its key/value heads, that go round the ring in turn."""
     kv_heads, group = key.shape[2], query.shape[2] // key.shape[2]
     step = heads_at_a_time(kv_heads, key[:, :, 0].numel(), "cuda" if on_gpu(key) else "cpu")
     return [(slice(at * group, (at + step) * group), slice(at, at + step)) for at in range(0, kv_heads, step)]

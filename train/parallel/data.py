@@ -23,7 +23,7 @@ from .mesh import all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class Shared:
-    """A bucket and the ranks that share it. Each updates its slice; at ZeRO stage 0 each updates the whole bucket."""
+    """A bucket and the ranks that share it. Each updates its slice, or at ZeRO stage 0 the whole bucket."""
 
     layout: BucketLayout
     group: ProcessGroup | None
@@ -103,9 +103,9 @@ class Gradients:
 
     @contextmanager
     def micro_batch(self, last: bool, chunk: int = 0) -> Iterator[None]:
-        """Collect gradients of pipeline chunk `chunk` from the backward pass in this block.
+        """Collect gradients of pipeline chunk `chunk` from the backward pass in this `with` block.
 
-        Full buckets start to be summed over ranks, at ZeRO stages 0 and 1 only in a step's `last` micro-batch.
+        Complete buckets start to be summed over ranks, at ZeRO stages 0 and 1 only in a step's `last` micro-batch.
         """
         chunk_buckets = {number: bucket for number, bucket in enumerate(self.buckets) if bucket.layout.chunk == chunk}
         self.queue, self.last = [number for number, bucket in chunk_buckets.items() if not bucket.layout.ends], last

@@ -22,7 +22,7 @@ class Exchange:
         self.group = group
 
     def __call__(self, experts: ExpertMLP, x: Tensor, routing: Routing) -> Tensor:
-        """Return what `experts` would, (n, width), for x (n, width) and `routing` if this rank had all experts."""
+        """Send tokens x (n, width) to the ranks of their experts. Returns each token's sum of outputs, (n, width)."""
         gates, tokens, rows, counts = routing
         sent = counts.view(self.group.size(), -1)
         received = torch.empty_like(sent)  # (sender, own expert)

@@ -1,8 +1,7 @@
 """A rank's place on the axes pp, dp, cp and tp, from outer to inner, and its process groups.
 
-Groups of the innermost axis are in one node. Ranks along dp and cp, which have other tokens, may split experts between
-them (axis ep). An axis of size 1 has no group (None), so it does not communicate; a launcher's only rank has
-groups with itself.
+A tp group is in one node. Ranks along dp and cp, which have other tokens, may split experts (axis ep). An axis of size
+1 has no group (None); a launcher's only rank has groups with itself.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Mesh:
         return self.data_rank % self.ep
 
     def coordinates(self, rank: int) -> tuple[int, int]:
-        """Return a rank's index in its data group and its tensor-parallel index, on a mesh without a pipeline."""
+        """Return a rank's indices in its data group and in its tensor-parallel group, on a mesh without a pipeline."""
         return divmod(rank, self.tp)
 
     @property
@@ -89,7 +88,7 @@ class Mesh:
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a picklable value from every rank. Returns the values, by rank."""
+        """Return every rank's picklable `value`, by rank."""
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -105,7 +104,7 @@ class Mesh:
 def build_mesh(dp: int, tp: int, device: torch.device, ep: int = 1, cp: int = 1, pp: int = 1) -> Mesh:
     """Return this rank's mesh over torch's default process group, which must have pp * dp * cp * tp ranks.
 
-    Without a process group, return the mesh of one process.
+    Without a process group it is the mesh of one process.
     """
     if not dist.is_initialized():
         return Mesh()

@@ -37,9 +37,9 @@ def strategy_of(mesh: Mesh, sequence_parallel: bool) -> Strategy:
 
 
 def parallelize(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Placement]:
-    """Reduce a model on `meta` to this rank's share. Returns, by name, which part of each parameter that is.
+    """Reduce a model on `meta` to this rank's share. Returns each parameter's placement, by name.
 
-    Parameters keep their names, and get the `local_shape` of these placements.
+    Parameters keep their names, and get the placement's `local_shape`.
     """
     parameters = model_shape(gpt.config).parameters
     placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}

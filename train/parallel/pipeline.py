@@ -41,8 +41,8 @@ class Messages:
 
     Args:
         lists: the actions of every rank.
-        chunks: per rank; there are `mesh.pp * chunks` virtual stages.
-        shapes: of the residual stream of each micro-batch.
+        chunks: per rank.
+        shapes: of each micro-batch's residual stream.
         like: a tensor with the stream's dtype and device.
         patient: a send waits for the one before the last; allowed if all ranks have the same list of forward actions.
     """
@@ -82,7 +82,7 @@ class Messages:
         self.sent.append((message, work, x))
 
     def let_go(self, has_arrived: Callable[[Message], bool] = lambda message: True) -> None:
-        """Complete the sends for which `has_arrived` is true, by default all, and free their tensors."""
+        """Complete the sends of messages that `has_arrived` accepts, by default all, and free their tensors."""
         for message, work, _ in self.sent:
             if has_arrived(message):
                 work.wait()
@@ -111,7 +111,7 @@ def edge(mesh: Mesh, way: int, source: int, target: int) -> ProcessGroup:
 
 
 def meet(mesh: Mesh, way: int, word: Tensor) -> None:
-    """Connect ranks by sending `word` round them in direction `way`: NCCL's first message between two blocks both."""
+    """Send `word` once round all ranks in direction `way`, because NCCL's first message between two blocks both."""
     step = 1 if way == FORWARD else -1
     for source, target in ((rank, (rank + step) % mesh.pp) for rank in range(mesh.pp)):
         if mesh.pp_rank == source:
@@ -130,10 +130,13 @@ class Pipeline:
             meet(mesh, way, self.like.new_zeros(1))
 
     def step(self, rows: Sequence[Tensor], share: float, z_loss: float, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run forward and backward passes of micro-batches `rows`, tokens (n, T + 1), each a `share` of the batch.
+        """Run forward and backward passes of all micro-batches; `rows` has the tokens (n, T + 1) of each.
 
-        Returns this rank's part of the batch's mean loss, a scalar, 0 except on the last stage. `scaled` multiplies a
-        loss by the loss scale.
+        Returns this rank's part of the batch's mean loss, (), 0 except on the last stage.
+
+        Args:
+            share: a micro-batch's share of the batch.
+            scaled: multiplies a loss by the loss scale.
         """
         lists = _schedule(self.name, self.mesh.pp, len(rows), len(self.gpt.chunks))
         actions, messages = lists[self.mesh.pp_rank], self._messages(lists, rows, patient=False)
@@ -164,7 +167,7 @@ class Pipeline:
 
     @torch.no_grad()
     def losses(self, windows: Tensor, beat: Callable[[], None], batch_tokens: int = 16384) -> Tensor:
-        """Return the loss in nats of each of `windows`, like `sequence_losses`, on all ranks; all must call it."""
+        """Return the loss in nats summed over each row of `windows`, like `sequence_losses`; all ranks must call it."""
         rows = windows.to(self.like.device).split(max(1, batch_tokens // (windows.shape[1] - 1)))
         groups = [range(first, min(first + self.mesh.pp, len(rows))) for first in range(0, len(rows), self.mesh.pp)]
         chunks = range(len(self.gpt.chunks))
@@ -185,7 +188,7 @@ class Pipeline:
         return read(result)
 
     def loads(self) -> Tensor:
-        """Return training tokens per expert since the last call, for all stages' blocks; all ranks must call it."""
+        """Return tokens per expert since the last call, (all blocks with experts, experts); all ranks must call it."""
         config = self.gpt.config
         total = torch.zeros(config.depth, config.experts, dtype=torch.int64, device=self.like.device)
         if (loads := self.gpt.loads()) is not None:
@@ -204,7 +207,7 @@ class Pipeline:
     def _forward(
         self, messages: Messages, micro: int, chunk: int, tokens: Tensor
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Run a micro-batch forward through a chunk. Returns input (None on the first stage), output and penalty."""
+        """Run a micro-batch forward through a chunk. Returns its input (None: first stage), output and any penalty."""
         stage = self._stage(chunk)
         if stage == 0:
             return None, *self.gpt.through(self.gpt.enter(tokens), tokens)
@@ -222,7 +225,7 @@ class Pipeline:
     ) -> None:
         """Run a micro-batch backward through a chunk, and send on the gradient of its input x (None: first stage).
 
-        `roots`: the loss on the last stage, else output and maybe penalty, whose gradient is `slope`.
+        `roots`: on the last stage the loss, else the output and any penalty, whose gradient is `slope`.
         """
         stage, slopes = self._stage(chunk), list[Tensor]()
         if stage != messages.last:

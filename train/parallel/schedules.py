@@ -33,10 +33,10 @@ Need = tuple[Kind, int, int]  # an action by its kind, micro-batch and virtual s
 
 
 def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
-    """Return, for each of `stages` ranks, its list of actions in one step.
+    """Return, for each of `stages` ranks, its actions in one step.
 
     Raises:
-        ValueError: no such schedule, or not for these chunks or micro-batches.
+        ValueError: no such schedule, or it does not allow so many chunks or micro-batches.
     """
     if name not in SCHEDULES:
         raise ValueError(f"the schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}")
@@ -59,12 +59,12 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> lis
 
 
 def divide(costs: Sequence[float], stages: int, last: float = 0.0) -> list[range]:
-    """Divide blocks over virtual stages, in order and at least one each, to minimize the largest cost of a stage.
+    """Divide blocks over virtual stages, in order and at least one each, so that the costliest stage costs least.
 
-    Returns each stage's range of blocks. Stages below the largest cost are near the mean.
+    Returns each stage's range of blocks. The other stages' costs are kept near the mean.
 
     Args:
-        costs: of each block, at least `stages` of them.
+        costs: of each block, at least `stages`.
         last: cost of the last stage in addition to its blocks.
     """
     count, sums = len(costs), [0.0, *accumulate(costs)]

@@ -28,17 +28,17 @@ _collectives = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Start to gather x (n, …) of every rank, stacked (tp * n, …); call `wait` before reading it."""
+    """Start to stack x (n, …) of all ranks to (tp * n, …). Call `wait` before reading the result."""
     return _collectives.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Start to sum x (tp * n, …) over ranks; each gets its (n, …) rows. Call `wait` before reading these."""
+    """Start to sum x (tp * n, …) over ranks; each gets (n, …) rows. Call `wait` before reading them."""
     return _collectives.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Start to sum over the ranks in place; nothing else may read x. Call `wait` before reading the result."""
+    """Start to sum x over ranks in place; nothing else may read x. Call `wait` before reading the result."""
     if torch.compiler.is_compiling():  # the compiler decides what it does in place
         return _collectives.all_reduce(x, "sum", group.group_name)
     return _collectives.all_reduce_(x.contiguous(), "sum", group.group_name)
@@ -54,7 +54,7 @@ def _sum(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
 
 
 class _Column(torch.autograd.Function):
-    """Y_r = X W_r^T, with the rows of W, and so the columns of Y, split over ranks; every rank needs the whole X.
+    """Y_r = X W_r^T: a rank has some rows of W and columns of Y, and needs the whole X.
 
     With n tokens, i inputs, o outputs and tp ranks, of which this is r:
 
@@ -87,7 +87,7 @@ class _Column(torch.autograd.Function):
 
 
 class _Row(torch.autograd.Function):
-    """Y = sum over ranks of X_r W_r^T, with the columns of W and of X split, as `_Column` leaves them.
+    """Y = sum over ranks of X_r W_r^T, with the columns of W and X split.
 
         forward   Y (n, o)        = sum over ranks of X_r (n, i/tp) W_r^T (i/tp, o)
         dgrad     dX_r (n, i/tp)  = dY (n, o) W_r (o, i/tp)
@@ -263,7 +263,7 @@ class VocabularyHead(ColumnLinear):
         self.vocab_size = vocab_size
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Gather every rank's columns of logits, (…, V/tp) -> (…, V), without a gradient."""
+        """Gather all ranks' columns of logits, (…, V/tp) -> (…, V), padding at -inf, without a gradient."""
         columns = logits.detach().movedim(-1, 0)
         logits = wait(all_gather(columns, self.group)).movedim(0, -1).contiguous()
         logits[..., self.vocab_size :] = float("-inf")
@@ -272,7 +272,7 @@ class VocabularyHead(ColumnLinear):
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
         """Return this rank's columns of logits, or with `targets` (…) the loss in nats, fp32, the same on every rank.
 
-        With reduction `none` it is per token, else a mean. The backward pass overwrites the logits.
+        The loss is the mean, or with reduction `none` per token. The backward pass overwrites the logits.
         """
         logits = super().forward(x)
         if targets is None:

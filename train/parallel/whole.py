@@ -1,7 +1,7 @@
 """Whole matrices for optimizers that need them, although tensor parallelism and ZeRO split them.
 
 Every parameter has an owner, which gets its boxes from the ranks that hold them, updates the matrices fused in it, and
-sends them back: two exchanges per step. Owners take parameters of one size in turn.
+sends them back: two exchanges per step. Parameters of one shape go to the ranks in turn.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Matrices:
         self.mine = [index for index in turns if owner[index] == mesh.rank]
 
         def is_sender(holder: int, index: int, box: Box) -> bool:
-            """Return whether rank `holder`, of several with this box of parameter `index`, sends it to the owner."""
+            """Return whether, of the ranks with this box of parameter `index`, `holder` is to send it to the owner."""
             (data, part), (held_data, held_part) = mesh.coordinates(owner[index]), mesh.coordinates(holder)
             return (not replicated or held_data == data) and (not box.shared or held_part == part)
 
@@ -111,8 +111,8 @@ class Matrices:
 
         Args:
             vectors: per bucket, this rank's elements of the matrices.
-            work: called with matrices (k, rows, columns) of one shape, a list of states, `options` and `skipped`.
-            skipped: () 1 if the step is skipped.
+            work: called with the matrices of each shape, (k, rows, columns), a list of states, `options` and `skipped`.
+            skipped: () 1 if the step is skipped, else 0.
         """
 
         def vector(index: int, start: int, size: Sequence[int]) -> Tensor:

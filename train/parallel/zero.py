@@ -3,8 +3,8 @@
 Data-parallel rank d owns slice d of every flat bucket (stage 0: all of it). Of the other slices it holds weights and
 gradients at stage 1, weights at 2, nothing at 3. In low precision the owner has fp32 master weights.
 
-At stages 1 and 2 updated slices are gathered in place. At stage 3 a bucket is a block, gathered while the block before
-it computes, and freed after use. Rajbhandari et al. 2020 (arXiv 1910.02054); Zhao et al. 2023 (arXiv 2304.11277).
+At stage 3 a bucket is a block, gathered while the block before it computes, and freed after use. Rajbhandari et al.
+2020 (arXiv 1910.02054); Zhao et al. 2023 (arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROW = 4096  # elements whose squares are summed at once (docs/decisions.md, grad
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one step. The tensors may still be computing on the device."""
+    """Result of a step, which the device may still be computing."""
 
     loss: Tensor  # () the batch's mean, over all ranks
     norm: Tensor  # () of the gradient, without loss scale, before clipping
@@ -100,7 +100,7 @@ class Bucket:
         return next(span for span in self.spans if span.optimizer is OPTIMIZERS[groups[slot.group].optimizer])
 
     def changed(self) -> None:
-        """Gather the bucket's slices, changed by their owners: immediately, or at stage 3 on the next use."""
+        """Gather the bucket's slices, changed by their owners: now, or at stage 3 on the next use."""
         self.wait()
         if self.stage == 3:
             self.release()
@@ -131,7 +131,7 @@ class Bucket:
         self.changed()
 
     def overlap(self, slot: Slot) -> tuple[Range, int, int]:
-        """Return the range of a flattened parameter that this rank owns, and its start and stop in its slice."""
+        """Return the range of a flattened parameter that this rank owns, and where it starts and stops in the slice."""
         first, last = self.owned
         start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
         return (start - slot.start, stop - slot.start), start - first, stop - first
@@ -141,7 +141,7 @@ class Bucket:
 
 
 def schedule_gathers(gpt: GPT, buckets: Sequence[Bucket]) -> None:
-    """Register hooks that wait for a module's weights; at stage 3 they also fetch the next block's and free them."""
+    """Register hooks that wait for each module's weights, and at stage 3 fetch the next block's and free used ones."""
     bucket_of = {
         id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket.parameters.values()
     }
@@ -188,7 +188,7 @@ def _release_after(
 ) -> None:
     """Register a hook that releases buckets after a forward pass; with `keep` only if no backward pass follows.
 
-    `before_backward` is called before that.
+    `before_backward` is called before the module's backward pass.
     """
 
     def hook(module: nn.Module, arguments: Any, result: Tensor | tuple[Tensor, ...]) -> None:
@@ -206,7 +206,7 @@ class Zero:
     """Owner of a model's parameters, gradients and optimizer state, in buckets in backward order.
 
     The model's parameters (they may be on `meta`) become views of flat buffers on `device`, in `dtype`. Master weights
-    and state are at least fp32. `averages` is the number of averaged copies of the master weights.
+    are at least fp32; `averages` is the number of their averaged copies.
     """
 
     updates: Tensor  # () updates made: Adam's step count, to be saved and restored
@@ -259,7 +259,7 @@ class Zero:
             self._measured += [shard[start:stop] for start, stop in ranges]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the weights from pairs (name, whole fp32 CPU tensor) of all parameters; this rank copies its part."""
+        """Set the weights from pairs (name, whole fp32 CPU tensor) of all parameters."""
         slots = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
         self.forget()
         for name, whole in weights:
@@ -288,15 +288,14 @@ class Zero:
 
     @torch.no_grad()
     def set_rates(self, factor: float) -> None:
-        """Set every group's learning rate to its peak times `factor`."""
         torch.mul(self.peaks, factor, out=self.rates)
 
     @torch.no_grad()
     def step(self, loss: Tensor, scale: Tensor | None = None) -> StepResult:
-        """Update the weights from the accumulated gradients at the rates of `set_rates`, and clear the gradients.
+        """Update the weights from the accumulated gradients, at the rates from `set_rates`, and clear the gradients.
 
         Args:
-            loss: () this rank's share of the batch's mean loss.
+            loss: () this rank's part of the batch's mean loss.
             scale: () the loss scale.
         """
         self.gradients.wait()
@@ -326,14 +325,14 @@ class Zero:
 
     @torch.no_grad()
     def keep_averages(self, shares: Sequence[float]) -> None:
-        """Set each average i to (1 - shares[i]) of itself plus shares[i] of the weights."""
+        """Set average i to (1 - shares[i]) of itself plus shares[i] of the weights, for each i."""
         for bucket in self.buckets:
             for average, share in zip(bucket.averages, shares, strict=True):
                 average.lerp_(bucket.master, share)
 
     @contextmanager
     def with_average(self, copy: int) -> Iterator[None]:
-        """Use average number `copy` as weights inside this block, and restore the weights bit for bit after it."""
+        """Use average number `copy` as weights in this `with` block, then restore the weights bit for bit."""
         self._exchange(copy)
         try:
             yield
@@ -350,7 +349,7 @@ class Zero:
         self.publish()
 
     def _directions(self, divisor: Tensor | None, skipped: Tensor) -> list[Tensor]:
-        """Return, per bucket, this rank's elements of updates made from whole matrices; [] if there are none."""
+        """Return, per bucket, this rank's part of the updates computed from whole matrices; [] if there are none."""
         rule, directions = OPTIMIZERS[self.options.kind].whole, list[Tensor]()
         if rule is None:
             return directions
@@ -363,7 +362,7 @@ class Zero:
         return directions
 
     def _sum_partial(self) -> None:
-        """Sum over tensor-parallel ranks the gradients of which each has only one term."""
+        """Sum gradients of which each tensor-parallel rank has only one term."""
         if self.mesh.tp_group is None or not self._partial:
             return
         terms = torch.cat([part.to(self.wide) for part in self._partial])
@@ -372,7 +371,7 @@ class Zero:
             part.copy_(total)
 
     def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the batch's mean loss, given this rank's term `loss`, and the norm of all gradients."""
+        """Return the batch's mean loss, from this rank's part `loss`, and the norm of all gradients, still scaled."""
         squares = [square(part, self.wide) for part in self._measured]
         if not squares:  # this rank's slices count on another rank, or are padding
             squares = [torch.zeros((), dtype=self.wide, device=self.device)]
@@ -382,7 +381,7 @@ class Zero:
         return both[0], both[1].sqrt()
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
-        """Return the divisor of gradients: the loss scale, enlarged if clipping must reduce the `norm`; None: 1."""
+        """Return the divisor of gradients (None: 1): the loss scale, times norm / limit if `norm` must be clipped."""
         limit = self.options.gradient_clip
         if limit == 0:
             return scale
@@ -414,7 +413,7 @@ class Zero:
 def _replace_parameters(
     gpt: GPT, groups: Sequence[ParameterGroup], mesh: Mesh, stage: int, dtype: torch.dtype, device: torch.device
 ) -> list[Bucket]:
-    """Replace a model's parameters by views of buckets. Returns the buckets, in backward order."""
+    """Replace a model's parameters by views of buckets, which are returned in backward order."""
     gathered = stage == 3 and mesh.data_group is not None
     layouts, old = layouts_of(gpt, groups, dtype, mesh, gathered=gathered), dict(gpt.named_parameters())
     buckets = [Bucket(shared(layout, mesh, stage), old, dtype, device) for layout in layouts]
@@ -439,7 +438,7 @@ def shared(layout: BucketLayout, mesh: Mesh, stage: int) -> Shared:
 def layouts_of(
     gpt: GPT, groups: Sequence[ParameterGroup], dtype: torch.dtype, mesh: Mesh, *, gathered: bool
 ) -> list[BucketLayout]:
-    """Return the layouts of a model's buckets, none across chunks; a table tied between two stages is alone in one."""
+    """Return the layouts of a model's buckets, each in one chunk; a table tied between two stages is alone in one."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
@@ -460,7 +459,7 @@ def layouts_of(
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the sum of squares in type `wide`, by rows: torch loses 3 digits on a CPU vector of 5e7 elements."""
+    """Sum the squares of a vector in type `wide`, by rows: otherwise torch loses 3 digits of 5e7 elements on CPUs."""
     rows = len(values) // ROW
     tail = values[rows * ROW :].to(wide)
     rest = torch.dot(tail, tail)

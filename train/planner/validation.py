@@ -1,7 +1,6 @@
 """Checks of a config: the range of every field, model shapes, and their split over ranks.
 
-- The padded vocabulary is split, so `model.vocab_multiple` decides which tp fit it.
-- With fewer key/value heads than tp ranks several ranks use the same one, so one number must divide the other.
+With fewer key/value heads than tp ranks several ranks use the same one, so one number must divide the other.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ LARGEST = 1e30  # limit of every number: more FLOPs than any machine has, and fa
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Raise UserError if a config, or a group of it, has a value that its field does not accept."""
+    """Raise UserError if a field of a config, or of its groups, has a value that it does not accept."""
     for name, rules in _rules(config.__class__).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
@@ -48,7 +47,7 @@ def _rules(cls: type) -> dict[str, list[Any]]:
 
 
 def _needed(value: Any, rules: Sequence[Any]) -> str:
-    """Return in words what `rules` (allowed values or bounds) require of a value, or "" if they accept it."""
+    """Return in words what `rules` (allowed values or bounds) require of `value`, or "" if they accept it."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     for rule in rules:
@@ -60,7 +59,6 @@ def _needed(value: Any, rules: Sequence[Any]) -> str:
 
 
 def _beyond(value: float, bounds: Meta) -> str | None:
-    """Return the bound that a value violates, such as "at most 5", or None."""
     if bounds.ge is not None and value < bounds.ge:
         return f"{bounds.ge:g} or more"
     if bounds.gt is not None and value <= bounds.gt:
@@ -191,14 +189,14 @@ def check_kv_heads(model: ModelConfig) -> None:
 
 
 def check_shapes(config: RunConfig) -> None:
-    """Raise UserError if `config.parallel` does not divide the model or batch."""
+    """Raise UserError if `config.parallel` is out of range, or does not divide the model or batch."""
     check_fields(config.parallel, "parallel.")
     if (refusal := _refusal(config)) is not None:
         raise UserError(refusal)
 
 
 def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
-    """Raise UserError if the config asks for another number of ranks than the job has, or a tp group spans nodes."""
+    """Raise UserError if the config does not need exactly `ranks` ranks, or a tensor-parallel group spans nodes."""
     parallel = config.parallel
     if parallel.world_size != ranks:
         raise UserError(
@@ -227,8 +225,7 @@ def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
 def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> list[tuple[int, int]]:
     """Return every (tp, dp) that spreads this run, with its pp and cp, over exactly `ranks` ranks, sorted by tp.
 
-    Args:
-        ranks_per_node: Ranks on every node; None: all are on one.
+    `ranks_per_node`: None if all are on one.
     """
     fixed = config.parallel.pp * config.parallel.cp
     left = divisors_of(ranks // fixed) if ranks % fixed == 0 else []  # candidates for tp; dp is the rest
@@ -362,6 +359,6 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:
-    """List in ascending order at most six numbers of `working`, those nearest to `value` by ratio."""
+    """List, ascending, up to six numbers of `working`: the nearest to `value` by ratio."""
     near = sorted(working, key=lambda number: max(number, value) / max(1, min(number, value)))[:6]
     return ", ".join(map(str, sorted(near)))

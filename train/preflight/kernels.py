@@ -107,7 +107,7 @@ def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
 def _compare(
     check: str, name: str, ours: Kernel, theirs: Kernel, inputs: Sequence[Tensor], replaceable: bool
 ) -> Finding:
-    """Compare our kernel's error against float64 with PyTorch's; if ours is too large and `replaceable`, replace it."""
+    """Compare our kernel's error against float64 with PyTorch's; a too large one fails or is replaced."""
     dtype = inputs[0].dtype
 
     def outputs(function: Kernel, dtype: torch.dtype = dtype) -> list[Tensor]:
@@ -133,7 +133,7 @@ def _compare(
 
 
 def check_step(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Finding]:
-    """Compare a training step of the smallest model with float64, and with its repetition, bit for bit."""
+    """Compare one training step of the smallest model with float64, and with its repetition bit for bit."""
     run = min(runs, key=lambda run: count_parameters(run.model).N_total)
     # One rank and one sequence. Each token uses every expert, because rounding decides near ties between experts.
     model = replace(run.model, experts_per_token=run.model.experts or run.model.experts_per_token)
@@ -170,7 +170,7 @@ def _take_step(run: RunConfig, device: torch.device, gpt: GPT, rows: np.ndarray)
 
 
 def main() -> None:
-    """Run all checks on pickled (runs, ranks, timeout) from standard input; print names and findings as JSON lines."""
+    """Run all checks on (runs, ranks, timeout), pickled on standard input; print names and findings as JSON lines."""
     runs, ranks, timeout = pickle.load(sys.stdin.buffer)
     out, device = os.fdopen(os.dup(1), "w", buffering=1), pick_device(runs[0].parallel.device)
     os.dup2(2, 1)  # output of libraries goes to standard error
