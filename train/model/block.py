@@ -70,7 +70,7 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of position times frequency theta^(-2 i / head_dim), each (length, head_dim / 2), fp32.
 
-    With `scaling`, for long contexts, slow frequencies are lowered, and the results are multiplied by its amplitude.
+    With `scaling`, for long contexts, slow frequencies are lowered, and the results multiplied by `scaling.amplitude`.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     if scaling is not None:
@@ -208,7 +208,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:
-    """Return an embedding table's gradient, (rows, width), from `grad` (…, width), that of the rows of `tokens` (…).
+    """Return an embedding table's gradient, (rows, width), from `grad` (…, width) of the output for `tokens` (…).
 
     Tokens equal to `left_out` are ignored. CPUs sum in at least fp32: in bf16 a sum would stop growing early.
     """

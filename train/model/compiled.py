@@ -19,7 +19,7 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def set_up_compiler(config: RunConfig, device: torch.device) -> None:
-    """Set the folder of compiled code, and let one process compile many model shapes. Call before compiling."""
+    """Set the folder of compiled code, and PyTorch's limits for many model shapes. Call before compiling."""
     made_for = hashlib.sha256(canonical_json(environment(device)).encode()).hexdigest()[:24]
     os.environ.setdefault(FOLDER, str(cache_directory(config.data) / "compiled" / made_for))
     # One process may train many shapes, and each gets its own code, as in a separate process. PyTorch's defaults would

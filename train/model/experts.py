@@ -1,10 +1,8 @@
 """A mixture of experts: each token goes through a few of many feed-forwards. No token is dropped.
 
-Special here:
-- Rows are sorted by expert, so that each expert has one product per matrix for any load.
-- The biases that balance the load are parameters. Their gradient is an expert's number of excess tokens, summed over
-  micro-batches and ranks like any gradient; `optimizer/sign.py` makes the step.
-- The load-balancing loss is computed per sequence, so it does not depend on the mesh.
+The biases that balance the load are parameters. Their gradient is an expert's number of excess tokens, summed over
+micro-batches and ranks like any gradient; `optimizer/sign.py` makes the step. The load-balancing loss is computed per
+sequence, so it does not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class Router(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Routing, Tensor | None]:
-        """Choose experts for tokens (n, width), `length` per sequence. Returns also any penalty, (), for a gradient."""
+        """Choose experts for tokens (n, width), `length` per sequence. Returns also a penalty (None: no gradients)."""
         config, k = self.config, self.config.experts_per_token
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
@@ -192,7 +190,7 @@ Expert = int | Tensor  # its number; on GPUs in bf16 all experts, by the ends of
 
 
 def _parts(counts: Tensor, dtype: torch.dtype) -> list[tuple[slice, Expert]]:
-    """Return (slice of rows, expert) per expert that has rows, or on GPUs in bf16 one pair for all.
+    """Return (slice of rows, expert) for each expert that has rows, or on GPUs in bf16 one pair for all experts.
 
     Rows are sorted by expert, `counts` of each.
     """
@@ -272,7 +270,7 @@ class MoE(nn.Module):
         self.strategy = ALONE
 
     def forward(self, x: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-        """Return the output, shaped like x (…, width), and any penalty, (); `length`: tokens per sequence."""
+        """Return output, shaped like x (…, width), and penalty (None: no gradients). `length`: tokens per sequence."""
         flat = self.strategy.enter(x).flatten(0, -2)
         routing, penalty = self.router(flat, length)
         y = self.strategy.experts(self.experts, flat, routing)

@@ -69,7 +69,7 @@ class Attention(nn.Module):
         return self.qkv(x)
 
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Compute attention, (…, heads * head_dim), from `products`: query, key and value in one (…, rows of qkv).
+        """Compute attention, (…, heads * head_dim), from `products`: fused query, key and value (…, rows of qkv).
 
         … is (batch, time) or (batch * time), with time the length of `cos`. `seen`: see `GPT.seen`.
         """
@@ -262,7 +262,7 @@ class GPT(nn.Module):
         return x * self.output_scale if self.output_scale != 1.0 else x
 
     def seen(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return (mask or first visible position of each query,), or () if a query sees all keys up to its own."""
+        """Return the mask or first visible position of each query, as a tuple; () if it sees all keys up to its own."""
         first = None if self.end_of_document is None else document_starts(tokens, self.end_of_document)
         seen = self.backend.seen(tokens, first, self.config.window, dtype)
         return () if seen is None else (seen,)
@@ -296,7 +296,7 @@ class GPT(nn.Module):
             self.register_module(name, nn.Identity())
 
     def chunk_of(self, parameter: str) -> int:
-        """Return the index of the chunk, of this rank's, whose backward pass computes a parameter's gradient."""
+        """Return which of this rank's chunks, by index, computes a parameter's gradient in its backward pass."""
         owner, number, *_ = parameter.split(".")
         if owner == "blocks":
             return next(place for place, chunk in enumerate(self.chunks) if int(number) in chunk)

@@ -48,7 +48,7 @@ class LatentAttention(nn.Module):
         return self.out(self.mix(self.project(x), cos, sin, seen))
 
     def compressed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the input of W_q, the normalised latent (…, c) and the unrotated k_r (…, r), for x (…, width)."""
+        """Return the query matrix's input, the normalised latent (…, c) and the unrotated rotary key (…, r) of x."""
         queries = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
         latent, key = self.latent(x).split((self.rank, self.rotary), dim=-1)
         return queries, self.latent_norm(latent), key
@@ -66,7 +66,7 @@ class LatentAttention(nn.Module):
         return mixed[..., : self.head_dim].reshape(*products.shape[:-2], -1, self.heads * self.head_dim)
 
     def split(self, products: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Split `project`'s result into query, key and padded value, (…, time, H, d + r) each; `rotate` the r part."""
+        """Split `project`'s result into query, key and padded value, (…, time, H, d + r); `rotate` the rotary parts."""
         heads, d, r = self.heads, self.head_dim, self.rotary
         query, both, key = products.split((heads * (d + r), 2 * heads * d, r), dim=-1)
         query, turned = query.unflatten(-1, (heads, d + r)).split((d, r), dim=-1)

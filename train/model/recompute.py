@@ -1,9 +1,8 @@
 """Recomputation in the backward pass, of a whole block's activations or only of cheap ones.
 
 `selective` saves the outputs of the big matrix products and the residual stream; no product with a weight and no
-collective runs twice. `recomputed` also drops the output of a function, although the next product saves it: in the
-backward pass the product gets a view of the recomputed one. Gradients have the same bits if a function gives the same
-bits twice.
+collective runs twice. `recomputed` drops also the output of a function, of which the next product would save a view.
+Gradients have the same bits if a function gives the same bits twice.
 
 Korthikanti et al. 2022, arXiv 2205.05198, section 5.
 """

@@ -66,7 +66,7 @@ def heads_at_a_time(heads: int, numbers: int, device: str) -> int:
 
 
 def query_block(length: int) -> int:
-    """Return the number of queries per attention block on CPUs: a quarter of `length`, at least 128."""
+    """Return the number of queries per attention block on CPUs."""
     return max(128, -(-length // 4))
 
 
@@ -154,7 +154,7 @@ class Shape:
 
     @property
     def block(self) -> tuple[Parameter, ...]:
-        """Return the last block's parameters, in order. It has any experts, which the first blocks may lack."""
+        """Return the last block's parameters, in order; only the first blocks may lack experts."""
         return self.block_of(self.depth - 1)
 
     def block_of(self, number: int) -> tuple[Parameter, ...]:
@@ -377,7 +377,7 @@ def share_of(config: RunConfig, device: str = "cuda") -> Share:
 
 
 def micro_batch_of(config: RunConfig) -> int:
-    """Return the sequences of a micro-batch: as configured, else a rank's whole share, or few, to fill a pipeline."""
+    """Return how many sequences a micro-batch has: as configured, else all of a rank's, or few, to fill a pipeline."""
     parallel, share = config.parallel, config.optimizer.batch_size // config.parallel.dp
     if parallel.micro_batch_size or parallel.pp == 1:
         return parallel.micro_batch_size or share

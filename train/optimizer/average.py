@@ -1,4 +1,4 @@
-"""Averages of the weights over the last steps, and how each takes in the newest weights. No torch.
+"""Averages of the weights over the last steps. No torch.
 
 The loss of an average at a constant rate is close to that of a run that cools down there (Haegele et al. 2024). The
 averaged range grows with the run and does not depend on its end, so runs that share a trunk share averages.
@@ -40,7 +40,7 @@ def averaged_name(average: AverageConfig, span: float) -> str:
 
 
 def _begins(span: float, step: int) -> tuple[int, int]:
-    """Return the first step in the average of each of a span's two copies at `step`; they restart in turn."""
+    """Return the step from which each of a span's two copies averages, as of `step`; they restart in turn."""
     begins, block, first = [1, 1], 0, 1
     while (after := max(first + 1, math.ceil(first * (1 + span)))) <= step:
         block, first = block + 1, after

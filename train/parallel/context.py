@@ -1,10 +1,10 @@
 """Context parallelism: each sequence is split over the cp ranks. Keys and values travel round a ring during attention.
 
 Special here:
-- Rank r has the pieces r and 2 cp - 1 - r of 2 cp, so that all ranks have equal causal work at every step of the ring.
+- Rank r has the pieces r and 2 cp - 1 - r of 2 cp, so that causal work is equal at every step of the ring.
 - A rank's tokens stay in order, so a query sees one range of a rank's keys, and each step is one product.
 - Partial results are merged in fp32 by their log-sum-exp. The backward pass uses the final one, so that partial
-  derivatives are those of the whole softmax. Keys and values take their derivatives with them back to their rank.
+  derivatives are those of the whole softmax. Those of keys and values travel with them back to their rank.
 
 Liu et al. 2023, arXiv 2310.01889; Grattafiori et al. 2024 (Llama 3), arXiv 2407.21783, section 3.3.2.
 """
@@ -49,16 +49,16 @@ def mean_over_parts(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def plain_pairs(cp: int, rank: int, source: int, piece: int) -> list[Pair]:
-    """Return the one `Pair` of this rank's queries with keys of rank `source`, if attention is only causal.
+    """Return one `Pair`: slices of this rank's queries and rank `source`'s keys for attention with only a causal mask.
 
-    In pieces of `piece` tokens, it is 2 queries x 1 key, or 1 x 2, or with source = rank the causal triangle of 2 x 2.
+    In pieces of `piece` tokens it is 2 queries x 1 key, or 1 x 2, or with source = rank the causal triangle of 2 x 2.
     """
     first, last, both = slice(0, piece), slice(piece, 2 * piece), slice(0, 2 * piece)
     return [(both, both, 0) if source == rank else (both, first, piece) if source < rank else (last, both, 2 * piece)]
 
 
 def masked_pairs(cp: int, rank: int, source: int, piece: int, window: int | None, block: int) -> Iterator[Pair]:
-    """Yield `Pair`s of up to `block` queries of this rank and the keys of rank `source` that they may see.
+    """Yield `Pair`s: slices of up to `block` queries of this rank, and of the keys of rank `source` that they may see.
 
     `piece`: half a rank's tokens.
     """
@@ -78,7 +78,7 @@ def _before(position: int, cp: int, source: int, piece: int) -> int:
 
 
 def _send_on(sent: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start to send a tensor to the next rank. Returns a function that waits for the previous rank's tensor."""
+    """Start to send a tensor to the next rank. Returns a function that waits for and returns the previous rank's."""
     cp, rank, received = group.size(), group.rank(), torch.empty_like(sent)
     send = P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % cp)
     receive = P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % cp)
@@ -122,8 +122,8 @@ class Ring(Backend):
     ) -> Iterator[tuple[Tensor, list[tuple[Pair, Tensor | None]]]]:
         """Yield each rank's keys and values in turn, (2, batch, time / cp, kv_heads, d), while the next ones arrive.
 
-        With them comes a list of `Pair`s, each with the index in its slice of the first key that a query sees (None:
-        0).
+        With them come slices of queries and keys (`Pair`), each with the first key that each query sees, counted in the
+        slice (None: 0).
         """
         cp, rank, piece = self.group.size(), self.group.rank(), key_value.shape[2] // 2
         block = piece if self.name == "ours" else query_block(piece)

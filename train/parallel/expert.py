@@ -1,7 +1,7 @@
 """Expert parallelism: data-parallel ranks split the experts, and send each other the rows of tokens.
 
-A rank's rows go out sorted by expert, and rows for its experts come in sorted by sender. Results go back the same way.
-Gradients go in reverse, so an expert's gradient covers the whole group, and is summed only over its replicas. Lepikhin
+A rank's rows go out sorted by expert, and rows for its experts come in sorted by sender. Results go back the same way,
+and gradients in reverse, so an expert's gradient covers the whole group, and is summed only over its replicas. Lepikhin
 et al. 2020, arXiv 2006.16668.
 """
 

@@ -71,7 +71,7 @@ class Box:
 
 
 def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
-    """Yield the rectangles of the whole parameter that elements start … stop of the rank's flattened part fill.
+    """Yield the rectangles of the whole parameter that elements start … stop of a rank's flattened part make up.
 
     A matrix has at most 3 per `Piece`.
     """

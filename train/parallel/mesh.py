@@ -1,7 +1,7 @@
 """A rank's place on the axes pp, dp, cp and tp, from outer to inner, and its process groups.
 
-A tp group is in one node. Ranks along dp and cp, which have other tokens, may split experts (axis ep). An axis of size
-1 has no group (None); a launcher's only rank has groups with itself.
+A tp group is in one node. Ranks along dp and cp may split experts (axis ep). An axis of size 1 has no group (None); a
+launcher's only rank has groups with itself.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Bucket:
         self.changed()
 
     def overlap(self, slot: Slot) -> tuple[Range, int, int]:
-        """Return the range of a flattened parameter that this rank owns, and where it starts and stops in the slice."""
+        """Return the range of a flattened parameter that this rank owns, and its start and stop in the rank's slice."""
         first, last = self.owned
         start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
         return (start - slot.start, stop - slot.start), start - first, stop - first
@@ -292,7 +292,7 @@ class Zero:
 
     @torch.no_grad()
     def step(self, loss: Tensor, scale: Tensor | None = None) -> StepResult:
-        """Update the weights from the accumulated gradients, at the rates from `set_rates`, and clear the gradients.
+        """Update the weights from the accumulated gradients, at the learning rates last set, and clear the gradients.
 
         Args:
             loss: () this rank's part of the batch's mean loss.
@@ -325,7 +325,7 @@ class Zero:
 
     @torch.no_grad()
     def keep_averages(self, shares: Sequence[float]) -> None:
-        """Set average i to (1 - shares[i]) of itself plus shares[i] of the weights, for each i."""
+        """Set each average i to (1 - shares[i]) of itself plus shares[i] of the weights."""
         for bucket in self.buckets:
             for average, share in zip(bucket.averages, shares, strict=True):
                 average.lerp_(bucket.master, share)
@@ -362,7 +362,6 @@ class Zero:
         return directions
 
     def _sum_partial(self) -> None:
-        """Sum gradients of which each tensor-parallel rank has only one term."""
         if self.mesh.tp_group is None or not self._partial:
             return
         terms = torch.cat([part.to(self.wide) for part in self._partial])
@@ -371,7 +370,7 @@ class Zero:
             part.copy_(total)
 
     def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the batch's mean loss, from this rank's part `loss`, and the norm of all gradients, still scaled."""
+        """Return the batch's mean loss, from this rank's part `loss`, and the norm of all gradients, with loss scale."""
         squares = [square(part, self.wide) for part in self._measured]
         if not squares:  # this rank's slices count on another rank, or are padding
             squares = [torch.zeros((), dtype=self.wide, device=self.device)]
@@ -413,7 +412,7 @@ class Zero:
 def _replace_parameters(
     gpt: GPT, groups: Sequence[ParameterGroup], mesh: Mesh, stage: int, dtype: torch.dtype, device: torch.device
 ) -> list[Bucket]:
-    """Replace a model's parameters by views of buckets, which are returned in backward order."""
+    """Replace a model's parameters by views of buckets, returned in backward order."""
     gathered = stage == 3 and mesh.data_group is not None
     layouts, old = layouts_of(gpt, groups, dtype, mesh, gathered=gathered), dict(gpt.named_parameters())
     buckets = [Bucket(shared(layout, mesh, stage), old, dtype, device) for layout in layouts]

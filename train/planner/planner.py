@@ -44,7 +44,7 @@ class Hardware:
     def ring(self, size: float, ranks: int, group: int) -> float:
         """Return the seconds of an all-gather or reduce-scatter of `size` bytes over `ranks` ranks.
 
-        They lie among `group` neighbours; if a node has fewer ranks, the network between nodes sets the speed.
+        The ranks lie among `group` neighbours; if a node has fewer ranks, the network between nodes sets the speed.
         """
         bandwidth = self.intra_bandwidth if group <= self.ranks_per_node else self.inter_bandwidth
         return (ranks - 1) / ranks * size / bandwidth
@@ -63,7 +63,7 @@ class Way:
 
 
 def rank_ways(config: RunConfig, ranks: int, hardware: Hardware, margin: float = 0.1) -> list[Way]:
-    """Return every way to spread a run over `ranks` ranks, sorted: fitting ones first, then the fastest and simplest.
+    """Return every way to spread a run over `ranks` ranks, sorted by fit to memory, then time, then simplicity.
 
     Args:
         config: Its tp, dp, ep, zero, micro_batch_size and recompute are ignored, and on GPUs its pp, too.

@@ -107,7 +107,7 @@ def check_loss(runs: Sequence[RunConfig], device: torch.device) -> Iterator[Find
 def _compare(
     check: str, name: str, ours: Kernel, theirs: Kernel, inputs: Sequence[Tensor], replaceable: bool
 ) -> Finding:
-    """Compare our kernel's error against float64 with PyTorch's; a too large one fails or is replaced."""
+    """Compare our kernel's error against float64 with PyTorch's. If too large, report it as failed or replaced."""
     dtype = inputs[0].dtype
 
     def outputs(function: Kernel, dtype: torch.dtype = dtype) -> list[Tensor]:
