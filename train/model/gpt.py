@@ -219,7 +219,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        """Apply `fn` to all tensors, then compute the rotary angles again, so that they stay fp32."""
+        """Apply `fn` to all tensors, then compute the rotary angles again, to keep them fp32."""
         super()._apply(fn, recurse)
         self.place_angles(self.cos.device)
         return self

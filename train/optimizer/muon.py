@@ -86,7 +86,7 @@ def pieces(*vectors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def flops(rows: int, columns: int) -> int:
-    """Return the FLOPs to orthogonalise one matrix: per iteration X X^T, its square, and a product with X."""
+    """Return the FLOPs to orthogonalise one matrix."""
     n, m = sorted((rows, columns))
     return ITERATIONS * (4 * n * n * m + 2 * n**3)
 

@@ -17,7 +17,7 @@ MATRICES = ("first", "latent", "last")  # roles of the matrices inside blocks, s
 
 @dataclass
 class Options:
-    """Options of an optimizer with decoupled weight decay, whose learning rates follow muP for Adam at every width.
+    """Options of an optimizer with decoupled weight decay, whose learning rates follow muP for Adam.
 
     muP: Yang et al. 2022, Table 8, see `model/parametrization.py`.
     """

@@ -100,7 +100,7 @@ def bucket_layouts(
 
     Args:
         sizes: elements by parameter, in forward order.
-        groups: number of the learning rate and decay, by parameter.
+        groups: index of the learning rate and decay, by parameter.
     """
     backward = list(sizes)[::-1]
     runs = _gathered(backward) if gathered else fill(backward, sizes, limit)

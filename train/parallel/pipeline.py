@@ -188,7 +188,10 @@ class Pipeline:
         return read(result)
 
     def loads(self) -> Tensor:
-        """Return tokens per expert since the last call, (all blocks with experts, experts); all ranks must call it."""
+        """Return each expert's training tokens since the last call, (blocks with experts, experts), over all stages.
+
+        All ranks must call it.
+        """
         config = self.gpt.config
         total = torch.zeros(config.depth, config.experts, dtype=torch.int64, device=self.like.device)
         if (loads := self.gpt.loads()) is not None:

@@ -370,7 +370,7 @@ class Zero:
             part.copy_(total)
 
     def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the batch's mean loss, from this rank's part `loss`, and the norm of all gradients, with loss scale."""
+        """Return the batch's mean loss, from this rank's part `loss`, and the gradients' norm, with loss scale."""
         squares = [square(part, self.wide) for part in self._measured]
         if not squares:  # this rank's slices count on another rank, or are padding
             squares = [torch.zeros((), dtype=self.wide, device=self.device)]
@@ -437,7 +437,7 @@ def shared(layout: BucketLayout, mesh: Mesh, stage: int) -> Shared:
 def layouts_of(
     gpt: GPT, groups: Sequence[ParameterGroup], dtype: torch.dtype, mesh: Mesh, *, gathered: bool
 ) -> list[BucketLayout]:
-    """Return the layouts of a model's buckets, each in one chunk; a table tied between two stages is alone in one."""
+    """Return the layouts of a model's buckets, none across chunks; a table tied between stages has a separate one."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
