@@ -1,4 +1,4 @@
-"""FLOPs per token by model size, estimated from runs, to find optima in the table's FLOP convention.
+"""Training FLOPs per token by model size, estimated from runs.
 
 Attention over a fixed context grows as N^(2/3), vocabulary tables as N^(1/3).
 """
@@ -33,7 +33,7 @@ class FlopsPerToken:
 
     @classmethod
     def measured(cls, N: ArrayLike, D: ArrayLike, flops: ArrayLike) -> FlopsPerToken:
-        """Fit `attention` and `tables` to n runs by relative least squares; use k N instead if that is closer."""
+        """Fit `attention` and `tables` (`linear`: 6) to n runs by relative least squares; if closer, `linear` alone."""
         N, D, flops = positive("N", N), positive("D", D), positive("flops", flops)
         same_length(N=N, D=D, flops=flops)
         x, ratio, smallest = np.cbrt(1.0 / N), flops / (N * D), float(N.min())
@@ -46,7 +46,7 @@ class FlopsPerToken:
 
 
 def convention_name(spend: float | Callable[[Array], Array] | None) -> str:
-    """Return "table" if `spend` is a function, "8nd" if it is 8 (for 8ND FLOPs), and "6nd" for None."""
+    """Return "table" if `spend` (FLOPs per token) is a function, "8nd" if it is 8 (times N), and "6nd" if None."""
     return "table" if callable(spend) else f"{spend or 6.0:g}nd"
 
 
@@ -55,7 +55,7 @@ def in_words(convention: str) -> str:
 
 
 def flops_per_token(N: Array, D: Array, flops: ArrayLike) -> FlopsPerToken | None:
-    """Fit FLOPs per token to n runs. Returns None if `flops` are 6ND, for which the optimum has a closed form."""
+    """Fit FLOPs per token to n runs; return None if `flops` are 6ND."""
     flops = positive("flops", flops)
     same_length(N=N, D=D, flops=flops)
     same = np.all(np.abs(flops / (6.0 * N * D) - 1.0) < SAME)

@@ -21,7 +21,7 @@ SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float | None, digits: int = 3) -> str:
-    """Format a number of parameters or tokens: 15.2k, 70.3B, and scientific from 1000T."""
+    """Format a number of parameters or tokens as 15.2k or 70.3B, and 1e15 or more as 1.2e15."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value >= 9.995e14 or 0 < value < 0.01:
@@ -33,7 +33,7 @@ def count(value: float | None, digits: int = 3) -> str:
 
 
 def scientific(value: float | None, digits: int = 3) -> str:
-    """Format a number such as FLOPs as 1.2e24, without a plus sign or padding zeros; – if it is None or not finite."""
+    """Format a number as 1.2e24, without a plus sign or padding zeros; – if None or not finite."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value == 0:
@@ -58,19 +58,18 @@ def rounded(value: float, digits: int) -> float:
 
 
 def amount(value: float | None, digits: int = 3) -> str:
-    """Format a number without unit; scientific if very large or small."""
+    """Format a number as 15.2 or, below 0.01 and from 1e5 on, as 1.2e6."""
     if value is None or not math.isfinite(value):
         return NOTHING
     return plain(value, digits) if value == 0 or 0.01 <= value < 1e5 else scientific(value, digits)
 
 
 def fixed(value: float | None, decimals: int = 3, sign: str = "") -> str:
-    """Format a loss or exponent; `sign` "+" adds a plus sign to positive numbers."""
     return NOTHING if value is None or not math.isfinite(value) else f"{value:{sign}.{decimals}f}"
 
 
 def times(factor: float) -> str:
-    """Format a factor: 2.5 times, 10 times, 1,000 times, 3.3e11 times."""
+    """Format a factor as 2.5 times, 1,000 times or 3.3e11 times."""
     if 999.5 <= factor < 99_950:
         return f"{rounded(factor, 3):,.0f} times"
     return f"{f'{factor:.3g}' if 0.01 <= factor < 999.5 else scientific(factor, 2)} times"
@@ -83,7 +82,7 @@ def percent(value: float | None, signed: bool = False) -> str:
 
 
 def interval(pair: tuple[float, float] | None, say: Callable[..., str], *options: Any) -> str:
-    """Format a pair as "low to high" by `say(value, *options)`; UNDETERMINED if high exceeds WIDE times low."""
+    """Format (low, high) as "low to high", ends by `say(end, *options)`; "undetermined" if high / low exceeds WIDE."""
     if pair is None or math.isnan(pair[0]) or math.isnan(pair[1]):
         return "no interval"
     if pair[1] > WIDE * abs(pair[0]):
@@ -94,12 +93,11 @@ def interval(pair: tuple[float, float] | None, say: Callable[..., str], *options
 
 
 def text(value: object) -> str:
-    """Convert a value to text, escaped for HTML."""
     return escape(str(value), quote=True)
 
 
 def plain_json(value: Any) -> Any:
-    """Convert to JSON's types, with null for numbers that are not finite."""
+    """Convert to JSON types, with null for numbers that are not finite."""
     if isinstance(value, dict):
         return {key: plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The data and colours of all figures, and Matplotlib figures for papers; report/figures.py draws the same with plotly.
+"""The data and colours of all figures, and Matplotlib figures for papers.
 
 Plots are drawn on `ax`, or on new axes, which are returned.
 """
@@ -171,7 +171,7 @@ def plot_contours(law: Law, N: Any = None, D: Any = None, loss: Any = None, ax: 
 
 
 def plot_profiles(profiles: Any, ax: Axes | None = None) -> Axes:
-    """Plot each budget's runs and fitted curve, with a star at an accepted minimum; other curves are dotted."""
+    """Plot each budget's runs and fitted curve, with a star at an accepted minimum; curves without one are dotted."""
     ax = _axes(ax, "parameters N", LOSS)
     shown = profiles.profiles_
     for p, colour in zip(shown, shades(np.array([p.flops for p in shown])) if shown else [], strict=True):
@@ -223,7 +223,7 @@ def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", ax: Axes | N
 
 
 def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None) -> Axes:
-    """Plot a law's errors in percent against `by` (n,), by default 6ND, or the first input of other laws."""
+    """Plot a law's errors in percent against `by` (n,), by default 6ND or, without N and D, the first input."""
     need("law", law, "data_", "a fitted law")
     name = law.inputs[0]
     first = law.data_[name]
@@ -261,7 +261,7 @@ def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = No
 
 
 def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
-    """Plot a backtest's errors of predicted losses by compute relative to the largest run fitted."""
+    """Plot a backtest's errors of the loss against compute relative to the largest run fitted."""
     need("analysis", analysis, "profiles", ANALYSIS)
     ax = _axes(ax, "compute relative to the largest run fitted", "error of the loss (%)")
     ahead = (analysis.backtest["tested"] or {}).get("ahead", [])
@@ -299,7 +299,6 @@ def save_figures(
 
 
 def _drawings(analysis: Analysis, curves: Any) -> dict[str, Callable[..., Any]]:
-    """Map the name of each supported figure to a function that draws it on axes."""
     law, t = analysis.law, analysis.table
     drawings: dict[str, Callable[..., Any]] = {}
     if analysis.profiles.profiles_:

@@ -251,7 +251,6 @@ DATA = {
 
 
 def published_data(name: str) -> PublishedData:
-    """Return the record of a data set: its files, source and columns."""
     one_of("data set", name, DATA)
     return DATA[name]
 
@@ -291,8 +290,8 @@ def published_runs(
 ) -> RunTable:
     """Load a published data set as a table of runs.
 
-    `where` keeps rows by column values (one, or a list), such as {"train_dataset": "rpj"}; `drop_worst` runs of highest
-    loss are left out. `folder` and `download` are as in `load_published`.
+    `where` keeps the rows with given values (one, or a list) of columns, such as {"train_dataset": "rpj"}; the
+    `drop_worst` runs of highest loss are left out. `folder` and `download` are as in `load_published`.
     """
     record = published_data(name)
     frame = load_published(name, folder=folder, download=download)

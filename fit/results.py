@@ -82,14 +82,14 @@ class Analysis:
 
     @property
     def ranked(self) -> list[Approach]:
-        """Return the approaches with an answer, in order: the mixture, the one that backtests best, the others."""
+        """Return the approaches with an answer: the mixture, then the one with the best backtest, then the others."""
         best = (self.backtest.get("tested") or {}).get("best")
         order = sorted(PREFERRED, key=lambda key: key != best)
         approaches = [self.lead, *(self.approaches[key] for key in order)]
         return [approach for i, approach in enumerate(approaches) if approach.available and (i or approach.mixture)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the analysis as JSON types; numbers that are not finite are null."""
+        """Return the analysis as JSON types, with null for numbers that are not finite."""
         approaches = {
             key: approach.to_dict()
             | {"optimal": [vars(approach.at(C)) for C in self.targets] if approach.available else []}
@@ -169,7 +169,7 @@ def answer(
     targets
         FLOP budgets, by default 10, 100 and 1000 times the largest run.
     convention
-        How FLOPs are counted: "table" (as in the fitted table) or "6nd".
+        "table" counts FLOPs as the fitted table does, "6nd" as 6ND.
     intervals
         "mixture" to answer by the saved mixture of law forms, if any; "noise" for the law alone.
     """

@@ -1,7 +1,7 @@
 """The best learning rate and batch of each cell of a sweep; a cell is one (N, D) trained with a grid of settings.
 
-"near" averages the settings within a fraction of the lowest loss (Bi et al.: 0.25 %), biased to where the loss rises
-slowly. "best" (Li et al.) is off by up to half a step. An optimum at an edge of the settings is refused.
+"near" averages the settings whose loss is within a fraction (Bi et al.: 0.25 %) of the lowest; it is biased to where
+the loss rises slowly. "best" (Li et al.) is off by up to half a step. An optimum at an edge of the settings is refused.
 
 Bi et al. 2024 (DeepSeek, arXiv:2401.02954), section 3.1; Li et al. 2025 (Step Law, arXiv:2503.04715).
 """
@@ -29,16 +29,16 @@ def cell_optima(
     method: Literal["near", "best"] = "near",
     within: float | None = None,
 ) -> list[CellOptimum]:
-    """Return the best settings of each cell (one N and D), by rising N and D.
+    """Return the best settings of each cell (one N and D), sorted by N and D.
 
     Parameters
     ----------
     N, D, learning_rate, batch, loss
         All runs, (n,) each, or a table instead of N; batch in tokens.
     method
-        "near" (mean of the runs used) or "best" (lowest loss).
+        "near" (geometric mean of settings near the lowest loss) or "best" (settings of the lowest loss).
     within
-        Largest relative excess loss of the runs used; default 0.0025 for "near", 0 for "best".
+        Largest relative excess loss that "near" averages; default 0.0025.
     """
     one_of("method", method, WITHIN)
     within = WITHIN[method] if within is None else within
@@ -67,7 +67,7 @@ def _optimum(runs: Sweep, method: str, within: float) -> CellOptimum:
 
 
 def _edge(varied: Columns, loss: Array) -> str:
-    """Return why an optimum is refused if it is at an end of one of the `varied` settings, empty if not."""
+    """Return why the optimum is refused if the lowest loss is at an end of one of the `varied` settings, else ""."""
     for name, values in varied.items():
         best = values[np.argmin(loss)]
         if best in (values.min(), values.max()):

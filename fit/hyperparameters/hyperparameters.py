@@ -1,10 +1,7 @@
-"""Learning-rate and batch-size laws, y = k N^p_N D^p_D or in other inputs, fitted to the optima of a sweep's cells.
+"""Learning-rate and batch-size laws, y = k N^p_N D^p_D or in other inputs, fitted to the optima of cells, (N, D).
 
-A cell is a grid of settings trained at one (N, D); its optimum is one observation. Cells are few and chosen by design,
-so the bootstrap perturbs their residuals.
-
-Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954), equation 1 and section 3.1. The
-law also serves other optima, such as critical batch against D (Zhang et al. 2024, arXiv:2410.21676).
+Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954), equation 1 and section 3.1. The law
+also serves other optima, such as critical batch against D (Zhang et al. 2024, arXiv:2410.21676).
 """
 
 from __future__ import annotations
@@ -61,10 +58,10 @@ class Sweep(NamedTuple):
 
 
 def read_sweep(table: Runs, sequence_length: float | None = None) -> Sweep:
-    """Read the settings and losses of the runs of a RunTable or DataFrame.
+    """Read the settings and losses of a table's runs.
 
-    Columns are `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or `bs` (sequences) times `sequence_length`
-    (or a column of this name).
+    Columns are `learning_rate` or `lr`, and `batch_tokens`, or else `batch_size` or `bs` (sequences), which is
+    multiplied by the argument or column `sequence_length`.
     """
     table = as_table(table)
     rate = _column(table, "learning_rate", "lr")
@@ -96,7 +93,7 @@ class DesignedLaw(Law):
     """A law fitted to few independent units chosen by design: cells of a sweep, or single rows."""
 
     def _designs(self) -> list[Array]:
-        """Return the design matrix (n, m) of the logarithms of inputs, for each law fitted."""
+        """Return the design matrix, (n, m), of each law fitted: ones, and the logarithms of its inputs."""
         raise NotImplementedError
 
     def _cells(self) -> np.ndarray:
@@ -104,10 +101,11 @@ class DesignedLaw(Law):
         return np.arange(len(self.weight_))
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = "wild") -> Self:
-        """Refit `n` bootstrap draws; rows of a cell, or of one of `groups` (rows,), are kept together.
+        """Refit to `n` bootstrap draws; rows of one cell, or of one of `groups` (rows,), stay together.
 
-        "wild" multiplies each cell's residual from a fit to the others (MacKinnon and White 1985) by a random sign and
-        size (Student's t), and raises InputError if that fit is not determined. "pairs" draws whole cells.
+        "wild" takes each cell's residuals under a fit to the other cells (MacKinnon and White 1985), with a random sign
+        per cell and a random scale per draw (Student's t). InputError if the other cells do not determine a fit.
+        "pairs" draws whole cells.
         """
         self._fitted()
         groups = group_labels(self._cells() if groups is None else groups, len(self.weight_))
@@ -166,7 +164,7 @@ class HyperparameterLaw(DesignedLaw):
         return self.get_params() | {"inputs": list(self.inputs)}
 
     def fit_cells(self, cells: Sequence[CellOptimum]) -> Self:
-        """Fit to the accepted optima of `cell_optima`."""
+        """Fit to the accepted cells; `cells` are from `cell_optima`."""
         good = [cell for cell in cells if cell.accepted]
         if not good:
             reason = f", the first because {cells[0].reason}" if cells else ""
@@ -227,7 +225,7 @@ class CriticalBatchLaw(DesignedLaw):
     Kaplan et al. 2020, arXiv:2001.08361, equations 1.4 and 5.1). Every run must have the best settings for its batch
     and end its schedule where it reaches the loss. The critical batch of Zhang et al. is 0.2 B_crit.
 
-    `fit` takes batches and the tokens of each run to the loss. After it: E_min_ (tokens), S_min_ (steps), B_crit_.
+    `fit` takes each run's batch and its tokens to the loss. After it: E_min_ (tokens), S_min_ (steps), B_crit_.
     """
 
     form = "critical-batch"
@@ -245,7 +243,6 @@ class CriticalBatchLaw(DesignedLaw):
 
     @staticmethod
     def evaluate(constants: Constants, *inputs: Any) -> Any:
-        """Return the tokens to reach the loss, E_min + S_min batch."""
         return constants["E_min"] + constants["S_min"] * inputs[0]
 
     # The interface to the solver.
@@ -301,13 +298,13 @@ def log_design(inputs: list[Array], rows: int) -> Array:
 
 
 def centred_design(design: Array) -> tuple[Array, Array]:
-    """Centre the inputs of a design (n, 1 + inputs). Returns it and their means."""
+    """Subtract the mean of each input from a design matrix (n, 1 + inputs); return the matrix and these means."""
     middle = design[:, 1:].mean(axis=0)
     return np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1), middle
 
 
 def law_constants(names: Sequence[str], theta: Array, middle: Array) -> Columns:
-    """Convert coordinates (P, k), for a design centred at `middle`, to a law's constants, (P,) each."""
+    """Convert `theta` (P, k), fitted to a design less its means `middle`, to a law's constants, name -> (P,)."""
     with np.errstate(over="ignore"):
         factor = np.exp(theta[:, 0] - theta[:, 1:] @ middle)
     return dict(zip(names, [factor, *theta.T[1:].copy()], strict=True))

@@ -2,8 +2,8 @@
 
     log loss = best of the cell + q(log lr - log lr*(N, D), log batch - log batch*(N, D)),   lr* = k N^p_N D^p_D, ...
 
-All cells share the shape q; the best loss of each cell is free. q has cubic terms because the loss rises faster above
-the best learning rate. Only runs within `window` of the best of their cell are used.
+All cells, one per (N, D), share q; the best loss of each is free. q has cubic terms because the loss rises faster above
+the best learning rate.
 
 The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic in both logarithms: Porian et al. 2024 (arXiv:2406.19146).
 """
@@ -47,12 +47,12 @@ class BestSettings:
 
 
 def inputs_of(N: Any, D: Any) -> dict[str, Any]:
-    """Return what a law of the settings may depend on, by name: N, D and C = 6ND."""
+    """Return, by name, the inputs that a law of a setting may have: N, D and C = 6ND."""
     return {"N": N, "D": D, "C": 6.0 * N * D}
 
 
 def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None) -> Columns:
-    """Return the best settings at N and D, or with `batch` (tokens) the best rate for it; NaN without a minimum."""
+    """Return the best settings at N and D or, given `batch` (tokens), the best rate for it; NaN without a minimum."""
     inputs, best = inputs_of(N, D), {}
     for target in TARGETS:
         if f"{target}_k" in constants:
@@ -75,7 +75,7 @@ def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None
 
 
 def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
-    """Return the quadratic and cubic parts of q = log(loss / best loss) at `settings` (learning rate, batch)."""
+    """Return the quadratic and cubic parts of log(loss / best loss at N, D) at `settings` (learning rate, batch)."""
     best = best_of(constants, floats(N), floats(D))
     distances = [np.log(value / optimum) for value, optimum in zip(settings, best.values(), strict=True)]
     parts = {2: np.zeros(()), 3: np.zeros(())}
@@ -96,7 +96,7 @@ def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
 
 
 def monomials(distances: Iterable[Any], powers: tuple[Exponents, ...]) -> list[Any]:
-    """Return for each of `powers` the product of the distances (arrays or `Jet`s) to these powers."""
+    """Return each monomial in `powers`: the product of the distances (arrays or `Jet`s), each to its power."""
     return [
         math.prod(d if p == 1 else d**p for d, p in zip(distances, degrees, strict=True) if p) for degrees in powers
     ]
@@ -126,7 +126,7 @@ class SurfaceForm(LogForm):
         return [sum(coefficient * monomial for coefficient, monomial in terms)]
 
     def distances(self, theta: Any) -> list[Any]:
-        """Return for each setting log(run's value / best value by the laws in theta), (n,)."""
+        """Return, for each setting, log(value / best value by the laws in `theta`) of the runs, (n,)."""
         laws = [
             sum(w * x for w, x in zip(theta[part], design.T, strict=True))
             for part, design in zip(self.parts, self.designs, strict=True)
@@ -152,8 +152,8 @@ class SurfaceForm(LogForm):
 class HyperparameterSurface(DesignedLaw):
     """The joint law of a sweep over learning rate and batch (in tokens) at several (N, D).
 
-    After `fit`: constants_, such as learning_rate_k, batch_p_D and shape_21 (the coefficient of u^2 v); rows_, the runs
-    used; and the attributes of `Law`. `predict` returns loss over best loss.
+    After `fit`: constants_, such as learning_rate_k, batch_p_D and shape_21 (the coefficient of u^2 v), and rows_, the
+    runs used. `predict` returns loss over best loss.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ class HyperparameterSurface(DesignedLaw):
     order
         Degree of q, 2 or 3.
     window
-        Largest relative excess loss of the runs used.
+        Largest excess loss of the runs used, relative to the lowest of their cell.
     """
 
     form = "hyperparameter-surface"
@@ -210,9 +210,9 @@ class HyperparameterSurface(DesignedLaw):
         loss: Any = None,
         weight: Any = None,
     ) -> Self:
-        """Fit to all runs (n,) of a sweep, or a table; batch in tokens, None for a setting that did not vary.
+        """Fit to a sweep's runs, (n,) each or a table as N; batch in tokens, None for a setting that did not vary.
 
-        Raises InputError if runs are too few or too alike, or if the loss has no minimum within the window.
+        Raises InputError if the runs do not determine the law, or if the loss has no minimum within `window`.
         """
         if loss is None:  # N is a table as in `read_sweep`, or N and D are X and y
             weight = as_table(N).weight if D is None and weight is None else weight
@@ -243,7 +243,10 @@ class HyperparameterSurface(DesignedLaw):
         return self
 
     def optimal(self, N: ArrayLike, D: ArrayLike, batch: ArrayLike | None = None, level: float = 0.95) -> BestSettings:
-        """Return best settings, or with `batch` (tokens) the best rate for it; NaN if it loses more than `window`."""
+        """Return the best settings at N and D or, given `batch` (tokens), the best learning rate for it.
+
+        NaN if the loss with `batch` exceeds the best by more than a fraction `window`.
+        """
         self._fitted()
         if batch is not None and len(self.laws) < 2:
             raise InputError("batch is given, but the sweep did not vary both learning rate and batch; leave it out.")
@@ -261,7 +264,7 @@ class HyperparameterSurface(DesignedLaw):
         return BestSettings(unboxed(n), unboxed(d), **settings, **intervals, level=level)
 
     def penalty(self, *settings: ArrayLike, **named: ArrayLike) -> Any:
-        """Return the excess loss over the best, such as 0.0025, at N, D, learning_rate, batch; NaN above `window`."""
+        """Return the relative excess loss at N, D, learning_rate, batch over the best settings; NaN above `window`."""
         self._fitted()
         square, cube = excess_terms(self.constants_, *self._inputs(settings, named))
         excess = np.expm1(square + cube)
@@ -347,7 +350,7 @@ class HyperparameterSurface(DesignedLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Return the fit's problem; coordinates: laws' log k (at mean log inputs) and exponents, then factors of q."""
+        """Return the `Problem`; coordinates: log k (at mean log inputs) and exponents per law, and q's coefficients."""
         cell, weight = self._cells(), self.weight_
         share = weight / np.bincount(cell, weight)[cell]
         designs, middles = [], []
@@ -377,7 +380,7 @@ class HyperparameterSurface(DesignedLaw):
 
 
 def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray, weight: Array, window: float) -> Array:
-    """Return start points (3, k): laws through the mean of each cell's runs near its best, for three widths."""
+    """Return starts (3, k): laws fitted to the runs within 25, 50 and 100 % of `window`, then q fitted to all runs."""
     excess = observed / _lowest(cell, observed)[cell] - 1.0
     starts = []
     for within in (NEAREST * window, 0.5 * window, window):
@@ -394,12 +397,12 @@ def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray,
 
 
 def cells_of(N: Array, D: Array) -> np.ndarray:
-    """Return the index of each run's cell, (n,); runs of one N and one D form a cell."""
+    """Return the index of each run's cell (equal N and D), (n,)."""
     return np.unique(np.stack([N, D]), axis=1, return_inverse=True)[1].ravel()
 
 
 def near_best(N: Array, D: Array, loss: Array, weight: Array, within: float) -> np.ndarray:
-    """Return a mask (n,) of runs with a weight whose loss is at most a fraction `within` above their cell's lowest."""
+    """Return a mask (n,): weight above zero, and loss at most a fraction `within` above the cell's lowest."""
     cell = cells_of(N, D)
     lowest = _lowest(cell, np.where(weight > 0, loss, np.inf))
     return (weight > 0) & (loss <= lowest[cell] * (1.0 + within))

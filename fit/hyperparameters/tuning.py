@@ -1,6 +1,6 @@
-"""Rules for learning rate, batch and weight decay from the runs of a tune, and the cost of other settings.
+"""Rules for learning rate, batch and weight decay from the runs of `isoflop tune`, and the cost of other settings.
 
-Log loss is the level of a cell, one (N, D), plus a cost of each setting, where u = log(setting / best setting):
+Log loss is a constant per cell, one (N, D), plus a cost of each setting, where u = log(setting / best setting):
 
     c (exp(a u) - 1 - a u) / a^2,   a parabola near the best, steeper above it where a > 0
 
@@ -52,7 +52,7 @@ MEAN, WIDTH = (np.array([getattr(prior, name) for prior in PRIORS.values()]) for
 
 
 def tuning_rules(runs: Columns, draws: int = 1000, seed: int = 0) -> dict[str, Any]:
-    """Fit a `tuning` file's content: each rule's factor k and exponents (N, D, batch), 95 % intervals, and evidence.
+    """Fit learning rate, batch and timescale as power laws; return a tuning file's content, with 95 % intervals.
 
     `runs`: N, D, learning_rate, batch (tokens), timescale (of weight decay, as a share of D) and loss, each (n,).
     """
@@ -104,7 +104,7 @@ SETTINGS = ("learning_rate", "batch", "timescale")
 
 
 class _Costs:
-    """The model of runs near the best of their cells; coordinates as in PRIORS, then the level of each cell."""
+    """The model of runs near the best of their cells. Coordinates q: as in PRIORS, then each cell's lowest log loss."""
 
     def __init__(self, runs: Columns) -> None:
         self.cell, self.loss = cells_of(runs["N"], runs["D"]), np.log(runs["loss"])
@@ -120,7 +120,7 @@ class _Costs:
         self.noise = 0.01
 
     def best(self, q: Array) -> Array:
-        """Return the log best settings at each run's N and D, (3, n); the learning rate is for the best batch."""
+        """Return the logs of the best SETTINGS at each run's N and D, (3, n); the learning rate fits the best batch."""
         rate, rate_N, rate_D, slope, batch, batch_N, batch_D, tau, tau_N, tau_D = q[:10]
         b = batch + batch_N * self.n + batch_D * self.d
         logs = [rate + rate_N * self.n + rate_D * self.d + slope * b, b, tau - self.middle["timescale"]]
@@ -128,14 +128,14 @@ class _Costs:
         return np.stack(logs) + np.array([[self.middle[name]] for name in SETTINGS])
 
     def costs(self, q: Array) -> Array:
-        """Return the excess log loss (n,) of each run's settings over the best ones."""
+        """Return each run's log loss, (n,), above that of the best settings at its N and D."""
         off = self.x + np.array([[self.middle[name]] for name in SETTINGS]) - self.best(q)
         off[0] -= q[3] * off[1]  # from the best rate with the run's own batch
         c, a = np.exp(q[10:13, None]), np.where(abs(q[13:16]) < 1e-3, 1e-3, q[13:16])[:, None]
         return np.asarray((c * (np.expm1(np.minimum(a * off, 30.0)) - a * off) / a**2).sum(axis=0))
 
     def fit(self) -> tuple[Array, Array]:
-        """Fit the coordinates and the noise in turn. Returns the coordinates and their covariance."""
+        """Fit the coordinates and the noise by turns; return the coordinates (k,) and their covariance (k, k)."""
         from scipy.optimize import least_squares
 
         k = len(PRIORS)
@@ -154,7 +154,7 @@ class _Costs:
         return q, SHARED * np.linalg.inv(solution.jac.T @ solution.jac)
 
     def rules(self, q: Array) -> dict[str, dict[str, Array]]:
-        """Convert coordinates (k, draws) to a `tuning` file's rules: factors and exponents, (draws,) each."""
+        """Convert draws `q` (coordinates, draws) to power laws: setting -> factor k and exponents, (draws,) each."""
         rate, rate_N, rate_D, slope, batch, batch_N, batch_D, tau, tau_N, tau_D = q[:10]
         N, D, lr, B, _ = self.middle.values()
         return {
@@ -170,10 +170,11 @@ class _Costs:
 
 
 def excess_with_error(centre: Array, sides: Array, draws: int = 2000, seed: int = 0) -> tuple[Array, Array]:
-    """Estimate the relative excess loss of n settings over the minimum of a parabola along each axis, and its error.
+    """Return the relative excess loss (n,) of n settings over the optimum nearby, and its standard error (n,).
 
-    centre (n, 2): losses with two seeds. sides (n, axes, 2): losses one step down and up, NaN for none. If the
-    parabola's minimum is not between the sides, the lowest of the three losses is used.
+    centre (n, 2): losses with two seeds. sides (n, axes, 2): losses one step down and up each axis, NaN for none. Along
+    each axis the optimum is the minimum of a parabola through the losses or, if this is not between the sides, the
+    lowest.
     """
     centre, sides = np.log(centre), np.log(sides)
     noise = np.sqrt(np.mean((centre[:, 0] - centre[:, 1]) ** 2) / 2)

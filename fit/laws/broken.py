@@ -1,7 +1,7 @@
 """Smoothly broken power laws.
 
-In log-log the slope of y - a changes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x. A break is
-accepted only inside the data and if it lowers the corrected Akaike criterion (Hurvich and Tsai 1989).
+In log-log the slope of y - a changes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x. Breaks must
+lower the corrected Akaike criterion (Hurvich and Tsai 1989).
 
 Caballero et al. 2022 (arXiv:2210.14891), equation 1.
 """
@@ -73,7 +73,7 @@ class BrokenPowerLaw(LineLaw):
     # Support for the breaks.
 
     def aicc(self) -> float:
-        """Return the corrected Akaike criterion up to a constant set by the data alone; infinity for too few rows."""
+        """Return the corrected Akaike criterion, up to a constant of the data; infinity for too few rows."""
         self._fitted()
         weight = self.weight_ * self._precision
         n, k = int((weight > 0).sum()), self.problem_.free + 1
@@ -92,7 +92,7 @@ class BrokenPowerLaw(LineLaw):
         return law.fit(self.data_["x"], self.data_["y"], self.weight_, self.se_)
 
     def support(self) -> float:
-        """Return by how much one break lowers the corrected Akaike criterion; above ten is strong support for it."""
+        """Return the fall of the corrected Akaike criterion from one break fewer; above ten is strong support."""
         return self.simpler().aicc() - self.aicc()
 
     def _accept(self, solution: Any) -> None:
@@ -158,7 +158,7 @@ class BrokenPowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Array, keep: int) -> Array:
-    """Return the `keep` starts of least error, (problems, keep, coordinates), from a grid of a, d_i and f_i.
+    """Return the `keep` best starts of a grid of a, d_i and f_i, (problems, keep, coordinates); b and c_i are fitted.
 
     u (n,): log x less its mean. at: index of each coordinate.
     """

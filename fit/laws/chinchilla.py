@@ -40,12 +40,12 @@ class ChinchillaLaw(OffsetLaw):
     Parameters
     ----------
     objective : {"huber", "l1", "squares", "se"}
-        Objective in log loss; see `Law`. "se" needs `loss_se`.
-    delta : float
+        Objective in log loss; see laws/law.py. "se" needs `loss_se`.
+    delta
         Residual in log loss beyond which Huber's function is linear. Hoffmann et al. use 1e-3.
-    tied : bool
+    tied
         Hold alpha = beta, as a constant D/N implies (Muennighoff et al. 2023; Gadre et al. 2024).
-    E : float, optional
+    E
         Fix the irreducible loss, in the unit of the loss; zero leaves the term out.
     """
 
@@ -85,7 +85,7 @@ class ChinchillaLaw(OffsetLaw):
         return EqualLoss(constants, loss)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Return a = beta / (alpha + beta); the best N grows as (FLOPs)^a."""
+        """Return a = beta / (alpha + beta), where the best N grows as (FLOPs)^a."""
         with np.errstate(invalid="ignore"):
             return np.divide(constants["beta"], np.add(constants["alpha"], constants["beta"]))
 
@@ -101,7 +101,7 @@ class ChinchillaLaw(OffsetLaw):
 
 
 def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed: float | None) -> Problem:
-    """Build the problem of E + A / N^alpha + B / D^beta, alpha = beta if `tied`; E is `fixed` or, if None, fitted."""
+    """Build the `Problem` of E + A / N^alpha + B / D^beta; alpha = beta if `tied`, E = `fixed` unless this is None."""
     (x, x0), (y, y0) = (centred(column) for column in inputs)
     ones, target = np.ones_like(x), np.log(observed)
     names = ["A", "alpha", "B"] + ([] if tied else ["beta"]) + (["E"] if fixed is None else [])

@@ -38,13 +38,13 @@ class FunctionLaw(LossLaw):
 
     Parameters
     ----------
-    function : callable
+    function
         Takes constants (name -> array or `Jet`) and the inputs, which broadcast together, and returns predictions above
         zero.
-    parameters : mapping
+    parameters
         name -> (lowest, highest), both finite; equal ones fix the constant.
     inputs, output : names of the columns that `fit` takes, in order, and of the prediction.
-    starts : sequence of mappings, optional; starts with all constants, tried in addition to the drawn ones.
+    starts : starts with all constants, name -> value, tried in addition to the drawn ones.
     tries, seed : number of starts kept from a Latin hypercube, and its seed.
     name : name of the law; by default that of the function.
     """
@@ -81,7 +81,6 @@ class FunctionLaw(LossLaw):
         self.title = f"the law {self.name}"
 
     def options(self) -> dict[str, Any]:
-        """Return the constructor's arguments without the function."""
         parameters = {name: list(pair) for name, pair in self.bounds.items()}
         arguments = self.get_params() | {
             "parameters": parameters,
@@ -103,9 +102,9 @@ class FunctionLaw(LossLaw):
 
     @classmethod
     def from_json(cls, source: Any, function: Function | None = None) -> Self:
-        """Read a fitted law from a file, with the `function` that it was fitted with.
+        """Read a fitted law from a file; `function` is the one that it was fitted with.
 
-        Raises InputError if this is None or does not reproduce the stored objective.
+        Raises InputError if `function` is None or does not reproduce the stored objective.
         """
         if function is None:
             raise InputError(
@@ -202,7 +201,7 @@ class FunctionLaw(LossLaw):
 
 
 def _squares(function: Function, constants: Constants, inputs: Sequence[Array], target: Array) -> Array:
-    """Return squared errors of log predictions, (G, n), for constants name -> (G,); UNUSABLE where not finite."""
+    """Return squared errors of log predictions, (G, n), for G values of the constants; UNUSABLE where not finite."""
     points = {name: value[:, None] for name, value in constants.items()}
     shape = (len(next(iter(constants.values()))), len(target))
     try:
@@ -225,7 +224,7 @@ def _squares(function: Function, constants: Constants, inputs: Sequence[Array], 
 def latin_hypercube(points: int, dimensions: int, seed: int) -> Array:
     """Return random points in the unit cube, (points, dimensions).
 
-    Each of `points` slices of every axis holds one (McKay et al. 1979).
+    Every axis has `points` equal slices with one point each (McKay et al. 1979).
     """
     rng = np.random.default_rng(seed)
     slices = rng.permuted(np.tile(np.arange(points), (dimensions, 1)), axis=1).T
@@ -233,7 +232,6 @@ def latin_hypercube(points: int, dimensions: int, seed: int) -> Array:
 
 
 def _bounds(parameters: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-    """Check the constants' bounds and return them, name -> (lowest, highest)."""
     bounds = {}
     for name, pair in parameters.items():
         if not str(name).isidentifier() or name in TAKEN:

@@ -106,9 +106,9 @@ class ExpertLaw(Law):
         return ", ".join([f"L = {shown}", *(f"{name} = {say(name)}" for name in SATURATION if self._saturates)])
 
     def effective_parameters(self, N_active: ArrayLike, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """Return the size of a dense model with the same loss as a mixture with N_active and `experts`.
+        """Return the size of a dense model with the loss of a mixture with N_active and `experts` (broadcast together).
 
-        All arguments broadcast. Clark et al. 2022, equation 11.
+        Clark et al. 2022, equation 11.
         """
         self._fitted()
         if self.form != "clark":
@@ -128,9 +128,9 @@ class ExpertLaw(Law):
 
         Parameters
         ----------
-        most_parameters : float, optional
+        most_parameters
             Upper limit of N_total.
-        experts : float, optional
+        experts
             By default searched within the range of the runs.
         """
         (C,) = aligned(flops=flops)
@@ -153,9 +153,9 @@ class ExpertLaw(Law):
         return answer(self, solve, level)
 
     def leverage(self, flops: float, experts: ArrayLike, constants: Constants | None = None) -> Any:
-        """Return how many times `flops` a dense model needs for the loss of the best mixture of `experts` at `flops`.
+        """Return how many times `flops` the best dense model needs to match the best model with `experts` at `flops`.
 
-        Infinite beyond 1e6. The interval is `law.interval_of(lambda c: law.leverage(flops, experts, c))`.
+        Infinite above 1e6. The interval is `law.interval_of(lambda c: law.leverage(flops, experts, c))`.
         """
         self._can_answer()
         c = {k: np.atleast_1d(floats(v)) for k, v in (self.constants_ if constants is None else constants).items()}
@@ -179,7 +179,7 @@ class ExpertLaw(Law):
         return 1.0 + (experts - 1.0) * (self.share or 0.0)
 
     def _split(self, constants: Constants, C: Array, experts: Any, max_total: float | None = None) -> tuple[Array, ...]:
-        """Return N_active, D and loss of the best run of C FLOPs whose N_total is at most `max_total`, if given."""
+        """Return N_active, D and loss of the best run of C FLOPs with N_total up to `max_total` (None: no limit)."""
         bound = np.inf if max_total is None else max_total / self._expansion(experts)
 
         def loss(N: Array, D: Any) -> Array:
@@ -239,12 +239,12 @@ class ExpertLaw(Law):
         )
 
     def _along(self, name: str, feature: str, logs: Mapping[str, Any]) -> Any:
-        """Return what multiplies constant `name` in its term's log: the product of log inputs in `feature` ("NE")."""
+        """Return the factor of constant `name` in its term's log: for `feature` "NE", log N times log E."""
         scale = -self._scale[name] if feature.startswith("-") else self._scale[name]
         return math.prod((logs[axis] for axis in feature.strip("-")), start=scale)
 
     def _exponents(self, v: Mapping[str, Any], logs: Mapping[str, Any]) -> list[Any]:
-        """Return the log of each term of the law, given coordinates `v` and log inputs, such as "N", by name."""
+        """Return the log of each of the law's terms, from coordinates `v` and log inputs `logs` ("N", ...) by name."""
         if self._saturates:
             logs = {**logs, "E": saturated(logs["E"], v["E_start"], v["E_max"])}
         return [sum(v[name] * self._along(name, feature, logs) for name, feature in t.items()) for t in self._terms]
@@ -252,7 +252,7 @@ class ExpertLaw(Law):
     def _starts(self, of: Mapping[str, str], logs: Columns, observed: Array, weights: Array, keep: int | None) -> Array:
         """Return the `keep` best starts, (problems, keep, coordinates): random exponents, amplitudes by least squares.
 
-        of: constant -> feature as in `_along`, empty for an amplitude.
+        of: constant -> `feature` of `_along`, empty for an amplitude.
         """
         drawn = [name for name in self.names if of[name]]
         low, high = floats([RANGES[of[name]][1] for name in drawn]).T

@@ -77,7 +77,7 @@ RESAMPLES_AT_ONCE = 200  # starts of this many resamples are projected at once, 
 
 @dataclass
 class Problem:
-    """A law over one table of n rows in k coordinates, as the solver needs it to fit P resamples at once.
+    """A law with k coordinates over a table of n rows, as the solver needs it to fit P resamples at once.
 
     target (n,): log of the observed values; bounds: constant -> (lower, upper) of its coordinate, equal if fixed; axes
     (m, n): log inputs that must vary in every resample; starts(weights (P, n), keep): the best `keep` starts (P, keep,
@@ -98,21 +98,21 @@ class Problem:
 
 
 def amplitude(log: Array, floor: float, shift: Array | float = 0.0) -> Array:
-    """Return the amplitude exp(log + shift); exactly zero where `log` is at its lower bound `floor`."""
+    """Return exp(log + shift), exactly zero where `log` is at its lower bound `floor`."""
     with np.errstate(over="ignore"):
         return np.where(log <= floor, 0.0, np.exp(log + shift))
 
 
 def centred(column: Array) -> tuple[Array, float]:
-    """Return the log of a column (n,) less the mean of this log, and that mean."""
+    """Return the logs of a column (n,) minus their mean, and the mean."""
     log = np.log(column)
     return log - log.mean(), float(log.mean())
 
 
 def least_starts(starts: Array, error: Array, keep: int | None) -> Array:
-    """Return the `keep` of G starts with the lowest error for each of P problems, best first; all unsorted if None.
+    """Return the `keep` starts of lowest error for each of P problems, best first; all, unsorted, if `keep` is None.
 
-    starts (P, G, k) in k coordinates, error (P, G).
+    starts (P, G, k), error (P, G): G starts with k coordinates for each problem.
     """
     return starts if keep is None else np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
 
@@ -127,13 +127,13 @@ def projected_starts(
     scale: Array | float = 1.0,
     least: Array | float = 0.0,
 ) -> Array:
-    """Return starts (P, keep, k): settings of the nonlinear ones of k coordinates, with amplitudes by least squares.
+    """Return the `keep` best of G starts for each of P problems, (P, keep, k), with m amplitudes by least squares.
 
-    at: index of each coordinate. coordinates: maps log amplitudes (P, G, m) of P problems, G settings and m terms to
-    all coordinates, which broadcast to (P, G). basis (G, n, m): what multiplies each amplitude in each row. weights (P,
-    n). keep: as in `least_starts`. target (n,): what the products should add up to; default 1. scale (G,): converts
-    squared residuals to squared log residuals. least (G, 1): replaces smaller amplitudes. An amplitude that is not
-    above zero multiplies the error by four.
+    The other coordinates come from a grid of G points. at: index of each coordinate. coordinates: maps log amplitudes
+    (P, G, m) to all k coordinates by name, which broadcast to (P, G). basis (G, n, m): what multiplies each amplitude
+    in each row. weights (P, n). keep: None for all. target (n,): what the products should add up to; default 1. scale
+    (G,): converts squared residuals to squared log residuals. least (G, 1): replaces smaller amplitudes. An amplitude
+    of zero or less multiplies the error by four.
     """
     target = np.ones(basis.shape[1]) if target is None else target
     chunks = []
@@ -232,7 +232,7 @@ class Law(Estimator):
     # Overridden by subclasses.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Return the solver's `Problem` of fitting the law to `inputs` and `observed`, columns (n,)."""
+        """Return the `Problem` of fitting the law to `inputs` and `observed`, columns (n,)."""
         raise NotImplementedError
 
     @staticmethod
@@ -264,9 +264,9 @@ class Law(Estimator):
 
         `fit(runs)` takes all columns from a RunTable or DataFrame; in `fit(X, y)`, the inputs are the columns of X.
 
-        Options (n,): weight, factors of the rows in the objective; loss_se, standard errors of the output for "se";
-        flops, from which `optimal` of a law of N and D learns FLOPs per token (default: 6N); groups, run or trunk ids
-        for `bootstrap`.
+        Options (n,): weight of each row in the objective; loss_se, standard errors of the output for "se"; flops, from
+        which `optimal` of a law of N and D learns FLOPs per token (default: 6N); groups, run or trunk ids for
+        `bootstrap`.
         """
         names, columns = (*self.inputs, self.output), tuple(column for column in columns if column is not None)
         if len(columns) == 1 and not named and {"N", "D", "loss"} <= {*names}:
@@ -315,7 +315,7 @@ class Law(Estimator):
             self._precision = 1.0 / ((self.se_ / self.data_[self.output]) ** 2 + scatter**2)
 
     def _solve_full(self) -> Solution:
-        """Fit from all starts while Huber's delta falls to the law's; unless `direct` is "no", also under the last."""
+        """Fit from all starts, lowering Huber's delta in stages; unless `direct` is "no", also without stages."""
         problem, weights = self.problem_, (self.weight_ * self._precision)[None, :]
         starts = problem.starts(weights, None)
         smooth = self._solve(weights, starts)
@@ -380,16 +380,16 @@ class Law(Estimator):
         self._set_constants()
 
     def refit(self, weights: ArrayLike, target: Array | None = None) -> Columns:
-        """Refit once per row of `weights`; return constants, name -> (P,), NaN where a refit did not converge.
+        """Refit once per row of `weights` (P, n); return constants, name -> (P,), NaN where a refit did not converge.
 
-        `weights` (P, n) multiply those of the fit; `target` (P, n) replaces the log of the observed values.
+        `weights` multiply the fit's weights; `target` (P, n) replaces the log of the observed values.
         """
         solution = self._refit(np.atleast_2d(floats(weights)), target)
         return {k: np.where(solution.converged, v, np.nan) for k, v in self.problem_.constants(solution.theta).items()}
 
     @np.errstate(all="ignore")
     def _refit(self, weights: Array, target: Array | None = None, starts: int | None = None) -> Solution:
-        """Refit once per row of `weights` (P, n), from the optimum and `starts` points (None: `resample_starts`)."""
+        """Refit once per row of `weights` (P, n), from the fit and `starts` other points (None: `resample_starts`)."""
         self._fitted()
         weights = weights * self.weight_ * self._precision
         if len(self.weight_) >= LARGE:
@@ -405,11 +405,11 @@ class Law(Estimator):
 
         Parameters
         ----------
-        groups : array_like, optional
+        groups
             Run or trunk ids (rows,), by default those of the fit; rows of one group are resampled together.
-        method : {"auto", "pairs", "wild"}, optional
-            "pairs" draws groups with replacement. "wild" keeps all rows and moves each observed value by a random
-            multiple of its error under a fit without its group. "auto" is "wild" below 20 groups per constant.
+        method : {"auto", "pairs", "wild"}
+            "pairs" draws groups with replacement. "wild" keeps all rows and adds to each prediction a random multiple
+            of the residual under a fit without the row's group. "auto" is "wild" below 20 groups per constant.
         """
         self._fitted()
         method = self.resampling if method is None else method
@@ -452,9 +452,9 @@ class Law(Estimator):
         return problem.form.along(cache, np.eye(k)).T * np.sqrt(self.weight_ * self._precision)[:, None]
 
     def nearby(self, theta: Array, rows: np.ndarray, moves: Array) -> Columns:
-        """Approximate r refits by a linear step each from theta (k,), the fit to `rows`; return name -> constants (r,).
+        """Approximate r refits, each by a linear step from theta (k,), the fit to `rows`; return constants, (r,) each.
 
-        `moves` (r, rows): changes of the log observed values in each refit; coordinates at a bound stay there.
+        `moves` (r, rows): changes of the log observed values, times sqrt(weight). Coordinates at a bound stay there.
         """
         p = self.problem_
         free = (p.lower < theta) & (theta < p.upper)
@@ -470,7 +470,7 @@ class Law(Estimator):
         return self.interval_of(lambda constants: constants[name], level)
 
     def interval_of(self, quantity: Callable[[Constants], Any], level: float = 0.95) -> tuple[float, float]:
-        """Return the bootstrap interval (low, high) of `quantity`, which is called with constants name -> (draws,)."""
+        """Return the bootstrap interval (low, high) of `quantity`, a function of constants, name -> (draws,)."""
         return percentile_interval(quantity(self._bootstrapped()), level)
 
     def predict_interval(
@@ -478,8 +478,7 @@ class Law(Estimator):
     ) -> Array:
         """Return the bootstrap interval (low, high) at each point: (2,) for scalars, (points, 2) for arrays (points,).
 
-        `kind` "mean" is the interval of the law's value, "run" that of one new run, with residuals drawn from the
-        fit's.
+        `kind` "mean": of the law's value; "run": of one new run, whose error is drawn from the fit's residuals.
         """
         points = self._inputs(inputs, named)
         if kind not in ("mean", "run"):
@@ -494,12 +493,12 @@ class Law(Estimator):
         return percentile_intervals(draws, level)
 
     def _inflation(self, independent: int) -> float:
-        """Return how many times errors exceed residuals, sqrt(n / (n - free constants)), for n = `independent` runs."""
+        """Return by what factor errors exceed residuals, sqrt(n / (n - free constants)), for n = `independent` runs."""
         return float(np.sqrt(independent / max(independent - self.problem_.free, 1)))
 
     @property
     def residual_scale_(self) -> float:
-        """Return the root mean square log residual, dividing by rows minus free constants instead of rows."""
+        """Return the standard deviation of the log residuals, with rows minus free constants as degrees of freedom."""
         self._fitted()
         inflated = self._inflation(int((self.weight_ > 0).sum())) * self.residuals()
         return float(np.sqrt(self.weight_ @ inflated**2 / self.weight_.sum()))
@@ -528,7 +527,7 @@ class Law(Estimator):
         return self.problem_.target - self._values()
 
     def score(self, *columns: Any, **named: ArrayLike) -> float:
-        """Return R^2 in log space for the inputs, then the observed values, given as to `fit`."""
+        """Return R^2 of the log predictions; inputs and observed values are given as to `fit`."""
         *inputs, observed = map(floats, by_name("score", self.inputs, columns, named, (self.output,)).values())
         target = np.log(observed)
         error = target - np.log(self.predict(*inputs))
@@ -555,7 +554,7 @@ class Law(Estimator):
         return self.summary()._repr_html_() if hasattr(self, "theta_") else f"<code>{self!r}</code>"
 
     def summary(self, level: float = 0.95) -> Summary:
-        """Return the table of constants with bootstrap standard errors and intervals, and how the fit went."""
+        """Return a table of the constants with bootstrap standard errors and intervals."""
         return summarize(self, level)
 
     def _state(self) -> str:
@@ -627,7 +626,7 @@ class LossLaw(Law):
         return search(self, constants, floats(flops), lambda N: flops_per_token * N)
 
     def size_exponent(self, constants: Constants) -> Any:
-        """Return a such that the best N grows as (FLOPs)^a on average from the cheapest to the largest run."""
+        """Return the mean exponent a of the best N, which grows as (FLOPs)^a, from the cheapest to the largest run."""
         C = 6.0 * self.data_["N"] * self.data_["D"]
         low, high = float(C.min()), float(C.max())
         ends = self.optimum(np.array([[low], [high]]), {k: np.atleast_1d(v) for k, v in constants.items()})[0]

@@ -1,7 +1,7 @@
 """The law of over-training in C = 6 N D and M = D / N.
 
-It equals E + A / N^alpha + B / D^alpha with eta = alpha / 2, a = A 6^eta, b = B 6^eta, so it is fitted as that law in 6
-N^2 and 6 D^2 with one exponent.
+It equals E + A / N^alpha + B / D^alpha with eta = alpha / 2, a = A 6^eta, b = B 6^eta, and is fitted as this law in 6
+N^2 and 6 D^2.
 
 Gadre et al. 2024 (arXiv:2403.08540), equation 4.
 """

@@ -176,7 +176,6 @@ def _restore(law: Any, content: LawFile) -> None:
 
 
 def installed_version() -> str:
-    """Return this package's version, or "unknown" if it is not installed."""
     try:
         return version("isoflop")
     except PackageNotFoundError:

@@ -46,9 +46,9 @@ class PowerLaw(LineLaw):
         return super().bootstrap(n, groups, seed, method)
 
     def fit_draws(self, y: Array) -> Self:
-        """Refit to bootstrap draws of the points: y (draws, n), NaN where a draw lacks a point. Fills `draws_`.
+        """Refit to draws y (draws, n) of the n points, NaN where a draw lacks a point; store the constants in `draws_`.
 
-        Its constants are in the order of the draws, NaN for one with too few points or no converged fit.
+        `draws_` keeps the order of y, with NaN for a draw with too few points or no converged fit.
         """
         self._fitted()
         present = np.isfinite(y) & (y > 0)
@@ -117,9 +117,9 @@ class PowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) -> Array:
-    """Return starts (problems, starts, coordinates): a straight line or, with `offset`, one start per p of a grid.
+    """Return starts (problems, starts, coordinates): a line through the logs or, with `offset`, a grid of p.
 
-    With `keep`, only that many, of lowest error.
+    keep: number of the grid's starts to return, by lowest error; None for all.
     """
     if not offset:
         return _straight(u, np.log(y)[None, :], weights)[:, None, :]

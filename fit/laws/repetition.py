@@ -44,12 +44,8 @@ def saturated(s: Any, r: Any) -> Any:
 def worth(v: Mapping[str, Any], x: Any, w: Any, repeats: Any) -> tuple[Any, Any]:
     """Return log N' and log D', the logs of effective parameters and tokens.
 
-    Parameters
-    ----------
-    v : By name: the logs of A, B, R_D and R_N; alpha and beta themselves.
-    x : log N.
-    w : Log of unique tokens. x and w may have any origin for which A and B hold.
-    repeats : Log of D over unique tokens.
+    v: by name, the logs of A, B, R_D and R_N; alpha and beta themselves. x, w: logs of N and of unique tokens, in the
+    units for which A and B hold. repeats: log(D / unique tokens).
     """
     optimal = (v["A"] - v["B"] + np.log(v["alpha"] / v["beta"]) + v["beta"] * w) / v["alpha"]
     excess = np.minimum(np.maximum(x - optimal, 0.0), HUGE)
@@ -65,9 +61,9 @@ class RepetitionLaw(Law):
 
     Parameters
     ----------
-    tied : bool
+    tied
         Hold alpha = beta, as the paper does.
-    base : mapping, optional
+    base
         Fixed E, A, B, alpha and beta, such as from a tied fit to runs of one epoch, as in the paper.
     """
 

@@ -34,7 +34,7 @@ class Summary:
 
 @np.errstate(invalid="ignore")  # a constant may be infinite in a draw
 def summarize(law: Any, level: float) -> Summary:
-    """Summarize a fitted law, with errors and intervals at `level` of its bootstrap; NaN if there is none."""
+    """Summarize a fitted law, with errors and intervals at `level` by bootstrap, NaN without one."""
     import pandas as pd
 
     law._fitted()

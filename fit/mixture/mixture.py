@@ -1,12 +1,12 @@
-"""Forecasts from several laws, weighted by how well they predicted larger runs; intervals hold if no form is right.
+"""Forecasts from several laws, weighted by how well they predicted larger runs; no law need be right.
 
 Cut-offs halve the compute repeatedly; every law is fitted to the cheaper runs and predicts the others. Its weight is
 the inverse of its mean squared error per log of extrapolated compute, with a prior rate as one more cut-off (Bates and
-Granger 1969). The forecast is the weighted mean in log loss.
+Granger 1969).
 
-Intervals add four variances in log loss: resampling of that mean; the forms about it; a drift that grows with the log
-of extrapolation; and, for a new run, noise. The second and third are shrunk because forms err to both sides (Gneiting
-and Ranjan 2013).
+Intervals add four variances in log loss: of the weighted mean over resamples; of the forms about it; of a drift that
+grows with the log of extrapolated compute; and, for a new run, of noise. The second and third are shrunk because forms
+err to both sides (Gneiting and Ranjan 2013).
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class SavedMixture:
 
 @dataclass(frozen=True)
 class CutOff:
-    """A rolling hold-out: forms are fitted to rows up to `flops` and tested on larger ones.
+    """A hold-out: forms are fitted to rows up to `flops` and tested on larger ones.
 
-    fitted, tested: masks (n,). further (tested rows,): log of their compute over `flops`.
+    fitted, tested: masks (n,). further: log(compute / `flops`) of the tested rows.
     """
 
     flops: float
@@ -136,7 +136,7 @@ def family() -> dict[str, LossLaw]:
 
 
 def cut_offs(N: Array, D: Array, flops: Array, groups: np.ndarray) -> list[CutOff]:
-    """Return hold-outs by falling cut-off: runs up to the cut-off are fitted, larger ones of other groups tested."""
+    """Return hold-outs by falling cut-off: runs up to the cut-off are fitted, larger runs of other groups tested."""
     hold_outs, top = [], float(flops.max())
     while (fitted := flops <= top / GAP * (1.0 + 1e-4)).any():
         top = float(flops[fitted].max())
@@ -183,7 +183,7 @@ class FormMixture:
         weight: Any = None,
         loss_se: Any = None,
     ) -> Self:
-        """Fit every form to n runs or a table of them, to the runs up to each cut-off, and to resamples.
+        """Fit every form to n runs (columns or a table), to the runs up to each cut-off, and to resamples.
 
         Raises InputError if no form can be fitted. Columns (n,) are as in `LossLaw.fit`. Rows of one group, such as
         checkpoints of a run or branches of a trunk, are resampled and held out together.
@@ -231,7 +231,7 @@ class FormMixture:
         return self.weigh(self.priors)
 
     def weigh(self, priors: Mapping[str, Prior]) -> Self:
-        """Compute the forms' weights, the rate of error and the noise of runs under `priors`, which replace the old."""
+        """Replace the priors; compute the weights, the error rate and the noise of runs again."""
         self.priors = priors
         errors = [error / cut.further for error, cut in zip(self._hold_out_errors, self.cut_offs_, strict=True)]
         self._share, self._rate = dict[str, Array](), dict[str, float]()
@@ -252,7 +252,7 @@ class FormMixture:
         return self
 
     def before(self, k: int) -> FormMixture | None:
-        """Return the mixture fitted to only the runs up to cut-off k, or None if no form can be fitted to these."""
+        """Return the mixture fitted only to the runs up to cut-off k, or None if these determine no form."""
         rows = self.cut_offs_[k].fitted
         data = {name: values[rows] for name, values in self.data_.items()}
         group = numbered(self._labels[rows], *data.values())
@@ -283,7 +283,7 @@ class FormMixture:
         )
 
     def to_dict(self) -> Any:
-        """Return the mixture as JSON types, in the fields of `SavedMixture`."""
+        """Return the mixture as a `SavedMixture` in JSON types."""
         forms = {}
         for name, member in self._members.items():
             draws = {key: values.tolist() for key, values in member.draws.items()}
@@ -295,9 +295,9 @@ class FormMixture:
 
     @classmethod
     def from_saved(cls, saved: SavedMixture, source: object) -> Self:
-        """Restore a mixture that predicts without the table it was fitted to. `source` names the file in errors.
+        """Restore a mixture that predicts without the fitted table. `source` names the file in errors.
 
-        Raises InputError if fields of `saved` do not agree.
+        Raises InputError if fields of `saved` do not match.
         """
         if not saved.belongs_together():
             raise InputError(
@@ -325,7 +325,7 @@ class FormMixture:
         return np.exp(self._share["loss"] @ self._log_losses(self._fitted, *_points(N, D))[..., 0])
 
     def forecast(self, N: ArrayLike, D: ArrayLike, level: float = 0.95, kind: str = "run") -> pd.DataFrame:
-        """Return a DataFrame of loss, low, high, the interval of a new run (kind "run") or the law's value ("mean")."""
+        """Return columns loss, low and high: the interval of a new run (kind "run") or of the law's value ("mean")."""
         import pandas as pd
 
         if kind not in ("mean", "run"):
@@ -336,7 +336,7 @@ class FormMixture:
         return pd.DataFrame({"loss": loss, "low": loss * np.exp(-wide), "high": loss * np.exp(wide)})
 
     def variances(self, N: ArrayLike, D: ArrayLike) -> Columns:
-        """Return the variances whose sum gives the interval of log loss, name of the source -> (points,)."""
+        """Return the variances that add up to the variance of log loss, source of error -> (points,)."""
         N, D = _points(N, D)
         parts = self._variances("loss", lambda members: self._log_losses(members, N, D), self._further(N, D))
         return parts | {"noise": np.full(len(N), self.noise_**2)}
@@ -344,7 +344,7 @@ class FormMixture:
     def optimal(self, flops: ArrayLike, level: float = 0.95, flops_per_token: float | Curve | None = None) -> Optimum:
         """Return the best N and D for `flops` (a scalar or (targets,)) and the loss there, with intervals.
 
-        log N is the mean over forms; one weighs less the more its log N moved as larger runs were added.
+        log N is a weighted mean over forms; a form weighs less, the more its log N moved as larger runs were added.
         """
         C, count = positive("flops", np.atleast_1d(floats(flops))), own_convention(self, flops_per_token)
         spend = spending(count)
@@ -386,7 +386,7 @@ class FormMixture:
         return float(self._share["size"] @ ((distance > MAX_DISTANCE - 1e-9).any(axis=1) | at_bounds))
 
     def size(self, flops: Array, flops_per_token: float | Curve | None = None) -> tuple[Array, Columns]:
-        """Return the log of the best N for `flops`, (targets,), and its variances, source -> (targets,)."""
+        """Return the log of the best N for `flops`, (targets,), and its variances, source of error -> (targets,)."""
         count = own_convention(self, flops_per_token)
         middle = self._share["size"] @ self._log_sizes(self._fitted, flops, count)[..., 0]
         further = self._further(np.exp(middle), flops / spending(count)(np.exp(middle)))
@@ -395,7 +395,7 @@ class FormMixture:
     def size_exponent(
         self, level: float = 0.95, flops_per_token: float | Curve | None = None
     ) -> tuple[float, float, float]:
-        """Return (a, low, high): the mean exponent of N* ~ C^a from the cheapest to the largest run; its interval."""
+        """Return (a, low, high), the mean exponent of N* ~ C^a from cheapest to largest run and its interval."""
         count, C = own_convention(self, flops_per_token), self.ends_
 
         def slopes(members: Members) -> Array:
@@ -417,12 +417,12 @@ class FormMixture:
         return [{k: np.resize(v, self.draws) for k, v in member.draws.items()} for member in self._members.values()]
 
     def _log_losses(self, members: Members, N: Array, D: Array) -> Array:
-        """Return all forms' log losses at N and D for r values of constants in `members`, (forms, points, r)."""
+        """Return the log losses of all forms at N and D, (forms, points, r), for r values of constants in `members`."""
         pairs = zip(self._members.values(), members, strict=True)
         return np.stack([member.log_losses(constants, N, D) for member, constants in pairs])
 
     def _log_sizes(self, members: Members, C: Array, count: float | Curve) -> Array:
-        """Return all forms' log best N for C FLOPs, (forms, targets, r), for r values of constants in `members`.
+        """Return the log best N of all forms for C FLOPs, (forms, targets, r), for r values of constants in `members`.
 
         `count` gives the FLOPs per token.
         """
@@ -437,10 +437,10 @@ class FormMixture:
 
     @np.errstate(all="ignore")  # losses over a hundred decades give NaN and no interval
     def _variances(self, name: str, quantity: Callable[[Members], Array], further: Array) -> Columns:
-        """Return the variances of the forms' weighted mean of a quantity, source -> (targets,).
+        """Return the variances of the forms' weighted mean of a quantity, source of error -> (targets,).
 
-        name: "loss" or "size". quantity: maps r values of all constants to (forms, targets, r). further (targets,): log
-        of the compute over the largest run's.
+        name: "loss" or "size", whose weights and priors are used. quantity: maps r values of all constants to (forms,
+        targets, r). further (targets,): log(compute / compute of the largest run).
         """
         prior, share = self.priors[name], self._share[name]
         values = quantity(self._fitted)[..., 0]
@@ -454,7 +454,7 @@ class FormMixture:
         }
 
     def _size_moves(self) -> Array:
-        """Return errors of each cut-off's fits in log N* at the largest C, over log(C / cut-off), (forms, cut-offs)."""
+        """Return errors of log N* at the largest C by fits up to a cut-off, per log(C / cut-off), (forms, cut-offs)."""
         if not self.cut_offs_:
             return np.zeros((len(self.laws_), 0))
         top, count = self.ends_[1:], own_convention(self)
@@ -469,7 +469,7 @@ class FormMixture:
         return np.maximum(np.log(flops / self.ends_[1]), 0.0)
 
     def _errors(self, k: int, cut: CutOff) -> Array:
-        """Return log(predicted / observed), (forms, tested), of fits up to cut-off k at the runs that `cut` tests."""
+        """Return log(predicted / observed) of the runs that `cut` tests, by fits up to cut-off k, (forms, tested)."""
         N, D, loss = (self.data_[name][cut.tested] for name in ("N", "D", "loss"))
         constants = [{name: v[k : k + 1] for name, v in member.rolled.items()} for member in self._members.values()]
         error = self._log_losses(constants, N, D)[..., 0] - np.log(loss)
@@ -489,18 +489,18 @@ def forecast(
 
     Parameters
     ----------
-    runs : DataFrame or RunTable
+    runs
         Columns as in `read_table`.
     kind : {"run", "mean"}
         Interval of a new run, or of the law's value.
-    forms : sequence, optional
+    forms
         Laws or names of registered ones; by default `family()`.
     """
     return FormMixture(forms, seed=seed).fit(runs).forecast(N, D, level, kind)
 
 
 def _named(forms: Sequence[str | LossLaw]) -> dict[str, LossLaw]:
-    """Return laws by name; each of `forms` is a law of N and D or the name of one. Raises InputError for others."""
+    """Return laws of N and D by name; `forms` contains laws or names. Raises InputError for others."""
     defaults, laws = family(), {}
     for form in forms:
         law = form if not isinstance(form, str) else defaults[form] if form in defaults else law_class(form)()
@@ -514,14 +514,13 @@ def _named(forms: Sequence[str | LossLaw]) -> dict[str, LossLaw]:
 
 
 def _refits(law: LossLaw, cuts: list[CutOff]) -> Array:
-    """Refit a law to the runs up to each cut-off, all at once; return its k coordinates, (cut-offs, k)."""
+    """Refit a law to the runs up to each cut-off; return its k coordinates, (cut-offs, k)."""
     if not cuts:
         return law.theta_[None, :][:0]
     return law._refit(np.array([cut.fitted for cut in cuts], dtype=np.float64), starts=ROLLING_STARTS).theta
 
 
 def _with_prior(squares: Sequence[Any], rate: float) -> Any:
-    """Return the mean of `squares`, squared error rates per cut-off, and the square of the prior `rate` as one more."""
     return (rate**2 + sum(squares)) / (1.0 + len(squares))
 
 

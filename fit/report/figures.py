@@ -1,4 +1,4 @@
-"""The report's interactive figures as plain plotly dictionaries, because importing plotly is slower than drawing them.
+"""The report's interactive figures as plain plotly dictionaries, without a slow import of plotly.
 
 Strings from data are escaped, because plotly reads hover texts as HTML.
 """
@@ -47,7 +47,7 @@ BESIDE = ("kaplan2020_N_opt", "hoffmann2022_approach2", "besiroglu2024", "porian
 
 
 def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
-    """Draw every figure of the report. Returns name -> figure, None where the analysis lacks the data."""
+    """Draw every figure of the report: name -> figure, None where the analysis lacks the data."""
     drawings = (answer, backtest, residuals, isoflop, contours, published, multiplier, experts)
     drawn = {draw.__name__: draw(a) for draw in drawings}
     drawn |= {f"loss-{by}": loss_curves(a, curves, by) for by in CURVE_TITLES}
@@ -74,10 +74,7 @@ def layout(
     log_y: bool = False,
     **more: Any,
 ) -> Trace:
-    """Return a plotly layout with axis titles `x` and `y`, and log axes over `xs` and `ys`.
-
-    FLOPs read as powers of ten.
-    """
+    """Return a plotly layout with axis titles `x` and `y` and, if given, log axes that span `xs` and `ys`."""
     look: Trace = style("layout") | {"height": height} | more
     for axis, title, log, values in (("xaxis", x, log_x, xs), ("yaxis", y, log_y, ys)):
         look[axis] = style("axis") | (style("log") if log else {}) | {"title": {"text": title, "standoff": 12}}
@@ -91,24 +88,23 @@ def layout(
 
 
 def tick_step(decades: float) -> int | str:
-    """Return plotly's `dtick` for a log axis of so many decades: 1, 2 and 5 if few, else about eight ticks."""
+    """Return plotly's `dtick` for a log axis of this many decades: ticks at 1, 2 and 5 if few, else about eight."""
     return "D2" if decades < 1.6 else max(1, int(np.ceil(decades / 8)))
 
 
 def as_list(values: Any) -> list[Any]:
-    """Return floats of six significant digits for JSON, None where not finite."""
     return [float(f"{v:.6g}") if np.isfinite(v) else None for v in np.asarray(values, dtype=np.float64)]
 
 
 def line(
     x: Any, y: Any, colour: str, hover: list[str] | None = None, width: float = 2, dash: str = "solid", **more: Any
 ) -> Trace:
-    """Return a plotly line with hover texts; without them it is left out of the legend."""
+    """Return a plotly line; without `hover` texts it is left out of the legend."""
     return _trace("lines", x, y, hover, {"line": {"color": colour, "width": width, "dash": dash}} | more)
 
 
 def points(x: Any, y: Any, colour: Any, hover: list[str], size: float = 8, edge: str = "white", **more: Any) -> Trace:
-    """Return a plotly trace of at most MOST_RUNS marks with hover texts; `colour` is one or a list."""
+    """Return a plotly trace of at most MOST_RUNS marks with hover texts, in one `colour` or a list of them."""
     if len(x) > MOST_RUNS:
         chosen = np.unique(np.linspace(0, len(x) - 1, MOST_RUNS).astype(int)).tolist()
         x, y, hover = np.asarray(x)[chosen], np.asarray(y)[chosen], [hover[i] for i in chosen]
@@ -253,7 +249,7 @@ def residuals(a: Analysis) -> Figure | None:
 
 
 def answer(a: Analysis) -> Figure | None:
-    """Draw the optimal N and D by budget of the first approach with an answer."""
+    """Draw the optimal N and D against budget, by the first approach with an answer."""
     goal, low = a.targets[0], float(a.table.flops.min())
     C = np.unique(np.append(np.geomspace(low, 1.6 * max(goal, a.table.flops.max()), 60), goal))
     data: list[Trace] = []
@@ -289,7 +285,6 @@ def answer(a: Analysis) -> Figure | None:
 
 
 def allocation(a: Analysis, quantity: str) -> Figure | None:
-    """Draw each approach's optimal N, D or loss by budget."""
     low, high = float(a.table.flops.min()), float(a.table.flops.max())
     far = max(*a.targets, high * 10)
     C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
@@ -335,7 +330,7 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
 
 
 def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, Any]:
-    """Return arguments for plotly's relayout that fit an axis to these values, plus margins."""
+    """Return arguments for plotly's relayout that fit `axis` to `values`, with margins of `pad` times the range."""
     ends = np.array([min(values), max(values)])
     low, high = np.log10(ends) if log else ends
     room = pad * (high - low) + 1e-9
@@ -344,7 +339,6 @@ def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, An
 
 
 def published(a: Analysis) -> Figure | None:
-    """Draw N* by budget for these runs and for published laws."""
     lead = a.lead
     if not lead.available:
         return None
@@ -364,7 +358,6 @@ def published(a: Analysis) -> Figure | None:
 
 
 def backtest(a: Analysis) -> Figure | None:
-    """Draw a backtest's errors of predicted losses by compute relative to the largest run fitted."""
     ahead, data = (a.backtest["tested"] or {}).get("ahead", []), list[Trace]()
     if not ahead:
         return None
@@ -395,7 +388,7 @@ def backtest(a: Analysis) -> Figure | None:
 
 
 def multiplier(a: Analysis) -> Figure | None:
-    """Draw by budget the factor in compute that the base needs for each variant's loss."""
+    """Draw how many times the compute the base needs for each variant's loss, against budget."""
     lines, bands = list[Trace](), list[Trace]()
     compared = [item.comparison for item in a.recipes if item.comparison]
     for item, colour in zip(compared, PALETTE * len(compared), strict=False):
@@ -432,7 +425,7 @@ def experts(a: Analysis) -> Figure | None:
 
 
 def scores(a: Analysis, measure: str) -> Figure | None:
-    """Draw accuracies or `gold_bpb` (bits per byte of the right answer) by compute, one panel per task."""
+    """Draw accuracies or `gold_bpb` (bits per byte of the right answer) against compute, one panel per task."""
     t, hover = a.table, run_hover(a)
     columns = [name for name in map(str, t.frame.columns) if name.endswith(f"/{measure}")]
     names = sorted(name.rsplit("/", 1)[0] for name in columns if np.isfinite(t.column(name)).any())

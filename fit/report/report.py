@@ -59,9 +59,9 @@ def write_report(
     costs
         Content of a sweep's costs.json.
     under_way
-        Unfinished runs: run_id, N, D, seen (share), loss (forecast), low, high.
+        Unfinished runs: run_id, N, D, seen (share of D), loss (forecast), low, high.
     alone
-        An analysis without points of averaged weights.
+        The analysis without points of averaged weights, for comparison.
     """
     need("analysis", analysis, "profiles", ANALYSIS)
     folder = Path(directory)
@@ -136,7 +136,6 @@ def render_report(
 
 
 def packed(content: str) -> str:
-    """Compress content for the page, as base64 of gzip."""
     return base64.b64encode(gzip.compress(content.encode(), mtime=0)).decode()
 
 
@@ -155,14 +154,13 @@ def render_template(name: str, **context: Any) -> str:
 
 
 def _seed_error(a: Analysis) -> str:
-    """Return how far the ends of intervals depend on the seed; empty without intervals."""
     if not (draws := a.lead.mixture.draws if a.lead.mixture else a.resamples):
         return ""
     return f"; another seed moves the ends of intervals by about {percent(END_ERROR / np.sqrt(draws))} of the width"
 
 
 def _answer(a: Analysis) -> tuple[str, Estimate | None]:
-    """Return the answer for the first target in one sentence, and its estimate, None if there is no answer."""
+    """Return a sentence with the optimum at the first target, and the estimate, None without an optimum."""
     C, largest = a.targets[0], float(a.table.flops.max())
     far = f", {times(C / largest)} the compute of the largest run," if largest < C else ""
     budget = f"a budget of {scientific(C)} training FLOPs ({in_words(a.convention)}){far}"
@@ -176,7 +174,7 @@ def _answer(a: Analysis) -> tuple[str, Estimate | None]:
 
 
 def _influence(a: Analysis) -> list[dict[str, Any]]:
-    """Return backtest entries for sizes and budgets that move the fit most when left out, largest first."""
+    """Return the backtest's entries of the sizes and budgets whose omission moves the fit most, largest first."""
     influence = a.backtest["influence"]
     if not influence or influence["most"] is None:
         return []
