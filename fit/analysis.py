@@ -52,7 +52,7 @@ def analyze(
     convention
         How FLOPs are counted: "table" (as in the table) or "6nd".
     intervals
-        "mixture" to also fit a mixture of law forms, which then answers first; "noise" to fit none.
+        "mixture" also fits a mixture of law forms, which becomes the main answer; "noise" does not.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
     check_resampling(bootstrap, seed, minimum=0)

@@ -63,7 +63,7 @@ def one_of(name: str, value: Any, accepted: Collection[str]) -> None:
 
 
 def need(name: str, value: Any, attribute: str, what: str) -> None:
-    """Raise InputError unless `value` has `attribute`, by which `what` is known."""
+    """Raise InputError unless `value` has `attribute`; the message states that it must be `what`."""
     if not hasattr(value, attribute):
         raise InputError(f"{name} is of type {type(value).__name__}; it must be {what}.")
 

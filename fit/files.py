@@ -96,7 +96,7 @@ def check_regular(path: Path) -> None:
 def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form:
     """Read a JSON or YAML file into the type `form`.
 
-    Raises InputError if it does not fit, cannot be read, or has more than `largest` bytes.
+    Raises InputError if the file is not of this type, cannot be read, or has more than `largest` bytes.
     """
     try:
         check_regular(path)

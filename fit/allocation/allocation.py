@@ -56,7 +56,7 @@ class Optimum:
         return {"flops": self.flops, "N": self.N, "D": self.D, "ratio": self.ratio, "loss": self.loss, **self.more}
 
     def interval(self, name: str, level: float | None = None) -> Array:
-        """Return a quantity's interval at `level`, by default the optimum's, (targets, 2); NaN before a bootstrap."""
+        """Return a quantity's interval (targets, 2), by default at `self.level`; NaN without bootstrap draws."""
         one_of("quantity", name, self.values)
         if name not in self.draws:
             return np.full((len(self.N), 2), np.nan)
@@ -64,11 +64,11 @@ class Optimum:
 
     @property
     def intervals(self) -> Columns:
-        """Return the `interval` of each quantity by name; empty before a bootstrap."""
+        """Return the `interval` of each quantity by name; empty without bootstrap draws."""
         return {name: self.interval(name) for name in self.draws}
 
     def rows(self) -> list[dict[str, str]]:
-        """Return for each target the quantities by name, each with its interval, as text."""
+        """Return for each target a dict of quantities by name, each written with its interval."""
         values, intervals = self.values, self.intervals
 
         def cell(name: str, i: int) -> str:
@@ -99,7 +99,10 @@ class Optimum:
 def answer(
     law: Any, solve: Callable[[Constants], Columns], level: float, flops_per_token: float | Curve = 6.0
 ) -> Optimum:
-    """Evaluate `solve`, which maps constants (r,) to arrays (targets, r) by name, at a law's constants and r draws."""
+    """Evaluate `solve` at a law's fitted constants and at its bootstrap draws, if any.
+
+    `solve` maps constants (r,) to named arrays (targets, r).
+    """
     check_level(level)
     if getattr(law, "constants_", None) is None:
         raise InputError(f"this {type(law).__name__} is not fitted; call fit first.")
@@ -118,7 +121,7 @@ def answer(
 
 
 def aligned(**columns: ArrayLike) -> list[Array]:
-    """Check that columns are positive and equally long or single numbers, and broadcast each to (targets, 1)."""
+    """Check that columns are positive, and broadcast each, a number or (targets,), to (targets, 1)."""
     checked = {name: positive(name, np.atleast_1d(np.asarray(v))) for name, v in columns.items()}
     longest = max(len(v) for v in checked.values())
     same_length(**{name: v for name, v in checked.items() if len(v) > 1})
@@ -171,9 +174,9 @@ class EqualLoss:
 
 
 def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
-    """Search elementwise for the argument of the lowest `value`.
+    """Search elementwise for the x between `low` and `high` at which `value` is lowest.
 
-    Returns it, and -1 where it is `low`, 1 where it is `high`, else 0.
+    Returns x, and -1 where the lowest value is at `low`, 1 where it is at `high`, else 0.
     """
     step = (high - low) / GRID
     best, at = value(low), np.zeros(1)
@@ -195,7 +198,7 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
 
 
 def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
-    """Return where a rising function is zero between `low` and `high`, elementwise, or the nearer bound if nowhere."""
+    """Return the zero of a rising function in [low, high], elementwise, or the bound beyond which the zero lies."""
     for _ in range(70):  # 2^-70 of the interval is below the rounding of a float64
         middle = 0.5 * (low + high)
         above = rising(middle) > 0
@@ -237,7 +240,6 @@ def compute_optimal(
 
 
 def own_convention(law: Any, flops_per_token: float | Curve | None = None) -> float | Curve:
-    """Return `flops_per_token` if given, else what the law was fitted with, else 6 (for 6N)."""
     if flops_per_token is None:
         flops_per_token = getattr(law, "flops_per_token_", None)
     return 6.0 if flops_per_token is None else flops_per_token
@@ -279,8 +281,9 @@ def inference_aware(
 ) -> Optimum:
     """Return the model of a given loss that is cheapest to train and serve (Sardana et al. 2023).
 
-    Its `flops` counts training alone; its `more` has inference_flops, total_flops, saving (share of the cost of the
-    training-optimal model), and dollars with `prices`. N and D are infinite where no model reaches the loss.
+    The result's `flops` counts training alone; its `more` has inference_flops, total_flops, saving (the share of the
+    training-optimal model's cost that is saved), and with `prices` dollars. N and D are infinite where no model reaches
+    the loss.
 
     Parameters
     ----------
@@ -312,7 +315,7 @@ def inference_aware(
 
 
 def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -> tuple[Array, Array, Array]:
-    """Return the optimal N, D and loss for C FLOPs and unlimited tokens; C and the constants broadcast together."""
+    """Return the optimal N, D and loss for C FLOPs and unlimited tokens; C broadcasts with the constants."""
     if tuple(law.inputs) != ("N", "D"):
         raise InputError(f"the law takes {', '.join(law.inputs)}; a law of N and D is expected.")
     if callable(flops_per_token):
@@ -326,7 +329,10 @@ def unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) ->
 def search(
     law: Any, constants: Constants, C: Array, spend: Curve, U: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """Search for the N of lowest loss for C FLOPs, spend(N) per token; U: unique tokens. Returns N, D and that loss."""
+    """Return the N and D of lowest loss for C FLOPs, and this loss.
+
+    `spend` maps N to FLOPs per token; `U` is the number of unique tokens.
+    """
     # Search without the irreducible loss: adding it costs digits, and locating a flat minimum halves those left.
     sought = {**constants, law.irreducible: 0.0 * constants[law.irreducible]} if law.irreducible else constants
 

@@ -45,7 +45,7 @@ class Basin:
     share: float
 
     def slopes(self, quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
-        """Return `quantity` at theta (points,), and its slopes by coordinates in prior widths, (points, k)."""
+        """Return `quantity` at theta, (points,), and its slopes by theta in units of prior widths, (points, k)."""
         p, k = self.law.problem_, len(self.theta)
         steps = STEP * np.diag(prior_widths(p))
         with np.errstate(all="ignore"):
@@ -54,15 +54,15 @@ class Basin:
 
 
 def prior_widths(problem: Any) -> Array:
-    """Return the prior standard deviation of each coordinate of a fit, (k,)."""
+    """Return the prior standard deviation (k,) of each coordinate of a fit: a quarter of its allowed range."""
     span = problem.upper - problem.lower
     return np.where(np.isfinite(span), span, UNBOUNDED) / 4.0
 
 
 def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[Basin]:
-    """Find the distinct local optima of laws fitted to the same rows, with shares by likelihood.
+    """Find the distinct local optima of laws fitted to the same rows, and weight each by its likelihood.
 
-    `shares` sets each law's total.
+    `shares` (laws,) fixes the total weight of each law's optima.
     """
     optima, log = list[Basin](), list[float]()
     for place, law in enumerate(laws):
@@ -105,9 +105,9 @@ class Beliefs:
         return new
 
     def observe(self, slopes: Array, trunk: int, weight: float = 1.0) -> None:
-        """Add a run to the data, given by slopes (M, k) of its log loss, by k coordinates in M basins.
+        """Add a run, with slopes (M, k) of its log loss by k coordinates in M basins.
 
-        `trunk` is its trunk's index, or -1 for none. A weight of -1 removes it.
+        `trunk` is the index of the run's trunk, -1 for none. A `weight` of -1 removes the run.
         """
         noise = (self.unshared if trunk >= 0 else self.unshared + self.shared) / weight
         moved = np.einsum("mij,mj->mi", self.covariance[:, :, : self.k], slopes)
@@ -124,7 +124,10 @@ class Beliefs:
         return np.maximum(self.shares @ per_basin, 1e-300)
 
     def falls(self, slopes: Array, trunks: np.ndarray) -> Array:
-        """Return by how much each of K runs with slopes (M, K, k), as in `observe`, lowers the sum of variances."""
+        """Return by how much each of K further runs would lower the sum of `variances`, (K,).
+
+        `slopes` (M, K, k) and `trunks` (K,) are as in `observe`.
+        """
         k, mates = self.k, trunks >= 0
         place = k + trunks[mates]
         towards = self.goals @ self.covariance
@@ -163,16 +166,16 @@ class Question:
         points: Mapping[str, ArrayLike] | None = None,
         flops: ArrayLike | None = None,
     ) -> Question:
-        """Ask for better predictions of the optimal loss and N at `target_flops`, or of the losses at `points`.
+        """Ask about the optimal loss and N at `target_flops`, or about the losses at `points`.
 
-        Raises InputError if a law is not fitted, or has no optimum there.
+        Raises InputError if a law is not fitted, or has no optimum at `target_flops`.
 
         Parameters
         ----------
         laws
             One or several, fitted to the same n rows.
         target_flops
-            Budgets of the optima, or the compute (q,) of `points`.
+            Budgets of the optima, or the FLOPs (q,) of `points`.
         trunk
             (n,) label of the run from which a row branches, by default the row itself.
         correlation
@@ -180,7 +183,7 @@ class Question:
         shares
             Weight of each law, by default its likelihood.
         points
-            Inputs by name, (q,) each.
+            The laws' inputs by name, (q,) each.
         flops
             (n,) FLOPs of the rows, by default 6ND.
         """
@@ -226,17 +229,17 @@ class Question:
         )  # fmt: skip
 
     def drift(self, reach: ArrayLike) -> Array:
-        """Return the targets' variances (..., q) due to inexact laws, if the largest run has `reach` (...) FLOPs."""
+        """Return the variances (..., q) of targets due to inexact laws, if the largest run has `reach` (...) FLOPs."""
         further = np.log(np.maximum(self.target_flops / floats(reach)[..., None], 1.0))
         return np.asarray((self.drift_rate * further) ** 2)
 
     def labels(self, trunks: ArrayLike) -> dict[str, int]:
-        """Map each trunk of several runs to an index, counting m further runs of the given `trunks`."""
+        """Number the trunks with several runs, counting the fitted rows and further runs of trunks `trunks`."""
         names, counts = np.unique(np.append(self.trunk.astype(str), trunks).astype(str), return_counts=True)
         return {str(name): i for i, name in enumerate(names[counts > 1])}
 
     def beliefs(self, labels: Mapping[str, int]) -> Beliefs:
-        """Return the beliefs after observing the fitted rows; `labels` maps each shared trunk to its index."""
+        """Return the `Beliefs` after observing the fitted rows; `labels` is from the method `labels`."""
         shared = self.correlation * self.noise**2
         share = np.array([basin.share for basin in self.basins])
         result = Beliefs(self.goals, share, len(labels), shared, self.noise**2 - shared)
@@ -248,20 +251,23 @@ class Question:
         return result
 
     def forecast(self, level: float = 0.95) -> Columns:
-        """Return "value", "low" and "high" (q,) of the targets; for a loss, the range is that of a new run."""
+        """Predict the targets: "value", "low" and "high", (q,) each; the range of a loss includes a new run's noise."""
         variance = self.beliefs(self.labels([])).variances() + self.drift(self.reach)
         wide = ndtri(0.5 + 0.5 * level) * np.sqrt(variance + self.noise**2 * (self.kinds == "loss"))
         return {"value": np.exp(self.values), "low": np.exp(self.values - wide), "high": np.exp(self.values + wide)}
 
 
 def log_losses(inputs: Mapping[str, ArrayLike]) -> Callable[[Any, Constants], Array]:
-    """Return a function of a law and constants that predicts log losses at `inputs`, each (points,)."""
+    """Return a function of (law, constants) that predicts log losses at `inputs`, name -> (points,)."""
     columns = {name: floats(column)[:, None] for name, column in inputs.items()}
     return lambda law, constants: np.log(law.evaluate(constants, *(columns[name] for name in law.inputs)))
 
 
 def over(optima: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tuple[Array, Array]:
-    """Return `quantity` in M basins (M, points), and its slopes by k coordinates and by basin, (M, points, k + M)."""
+    """Return `quantity` in each of M basins, (M, points), and its slopes, (M, points, k + M).
+
+    The first k slopes are by the coordinates of a fit; the last M carry the differences between basins.
+    """
     parts = [basin.slopes(quantity) for basin in optima]
     values, width = np.stack([value for value, _ in parts]), max(slope.shape[1] for _, slope in parts)
     slopes = np.stack([np.pad(slope, ((0, 0), (0, width - slope.shape[1]))) for _, slope in parts])
@@ -271,7 +277,7 @@ def over(optima: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tu
 
 
 def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5, pairs: float = 10.0) -> float:
-    """Estimate the correlation of residuals in a trunk; `expected` counts as much as `pairs` pairs of runs."""
+    """Estimate the correlation of residuals of one trunk; the prior `expected` counts like `pairs` pairs of runs."""
     _, member = by_group(trunk)
     sums, squares = np.bincount(member, residuals), np.bincount(member, residuals**2)
     counts = np.bincount(member)
@@ -321,7 +327,7 @@ class Candidates:
         return float(sum(pays))
 
     def _longest(self, chosen: list[int]) -> dict[str, int]:
-        """Map each trunk to its longest run in the batch `chosen`, from which the others branch."""
+        """Map each trunk to its longest run in the batch `chosen`, from which its other runs branch."""
         longest: dict[str, int] = {}
         for i in chosen:
             trunk, makes = self.trunk[i], self.flops[i] > self.branch_flops[i]
@@ -334,8 +340,8 @@ class Candidates:
 class Design:
     """A batch of runs, best first: `chosen` are positions among the candidates.
 
-    Per run: `gains`, the log factor by which it narrows the targets; `flops` that it adds; `check`, true if it is
-    larger than any finished run. `before` and `after` are the standard deviations of the targets, "loss" or "N".
+    Per run: `gains`, the log factor by which it narrows the targets' intervals; `flops` that it adds; `check`, true if
+    it is larger than any finished run. `before` and `after` are standard deviations of the targets, for "loss" and "N".
     """
 
     chosen: list[int]
@@ -346,7 +352,7 @@ class Design:
     after: dict[str, float]
 
     def narrowed(self, quantity: str, estimate: float, interval: tuple[float, float]) -> tuple[float, float]:
-        """Predict what an `interval` around the `estimate` of "loss" or "N" becomes after the batch."""
+        """Predict what an `interval` of "loss" or "N" around the `estimate` will be after the batch."""
         ratio = self.after[quantity] / self.before[quantity]
         low, high = (float(estimate * (end / estimate) ** ratio) for end in interval)
         return low, high
@@ -368,7 +374,7 @@ class Buyer:
         self.beliefs = beliefs
 
     def buy(self, budget: float, max_runs: int | None = None) -> Design:
-        """Choose the best batch for `budget` FLOPs. Raises InputError if that pays for no candidate."""
+        """Choose the best batch for `budget` FLOPs. Raises InputError if the budget pays for no candidate."""
         (budget,) = positive("budget", [budget])
         if self.pool.flops.min() > budget:
             cheapest = self.pool.flops.min()
@@ -386,11 +392,14 @@ class Buyer:
         return beliefs
 
     def value(self, beliefs: Beliefs, chosen: list[int]) -> float:
-        """Return the targets' expected squared error after the batch `chosen`, already in `beliefs`; 1 for no batch."""
+        """Return the targets' expected squared error after the batch `chosen`, relative to no batch.
+
+        `beliefs` must already include the batch.
+        """
         return float(beliefs.variances().sum() + self._drift(self._reach(chosen))) / len(set(self.question.kinds))
 
     def worth(self, beliefs: Beliefs, chosen: list[int]) -> Array:
-        """Return by how much each candidate, added to the batch `chosen`, lowers the targets' squared error, (k,)."""
+        """Return by how much adding each candidate to the batch `chosen` lowers the targets' squared error, (k,)."""
         reach = self._reach(chosen)
         drift = self._drift(np.maximum(self.pool.size, reach))
         return np.asarray(beliefs.falls(self.slopes, self.place) + self._drift(reach) - drift)

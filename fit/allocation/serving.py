@@ -143,7 +143,7 @@ class Prices(_Checked):
         answer: float,
         train_mfu: float = 0.5,
     ) -> Prices:
-        """Return prices for serving `batch` requests at once, of `prompt` tokens read and `answer` tokens written.
+        """Return prices for serving `batch` requests at once, each of `prompt` tokens read and `answer` tokens written.
 
         The MFUs (shares of peak FLOP/s) count 2 N FLOPs per token. They hold for `model` and change slowly with N.
         """
@@ -179,10 +179,10 @@ class BreakEven:
 def break_even(
     training: float, multiplier: float, base: Spread, variant: Spread, ci: tuple[float, float] | None = None
 ) -> BreakEven:
-    """Return the number n of served tokens with T + n d = T / K + n d', and its range over K in `ci` and both d.
+    """Return the number n of served tokens after which base and variant took equal time: T + n d = T / K + n d'.
 
-    T is `training`, the seconds to train the base; K is `multiplier`, T over the variant's seconds to equal loss; d and
-    d' are the seconds per token of `base` and `variant`.
+    T is `training`, the seconds to train the base, and K is `multiplier`, T over those of the variant to equal loss; d
+    and d' are the seconds per token of `base` and `variant`. With `ci`, the interval of K, n has a range.
     """
     low, saved, high = (base[i] - variant[2 - i] for i in range(3))
     # 0 if the ranges overlap: then speed cannot decide.

@@ -47,7 +47,7 @@ def fit_parametric(
 
 
 def law_intervals(law: Law | None) -> dict[str, Interval]:
-    """Return the interval of every constant; empty if `law` is None or has no bootstrap draws."""
+    """Return each constant's interval by name; empty without bootstrap draws."""
     return {} if law is None or law.draws_ is None else {name: law.interval(name) for name in law.names}
 
 
@@ -93,7 +93,10 @@ class Approach:
         return {"forms": forms, "intervals": "mixture" if forms else "noise"}
 
     def answers(self, flops: Array) -> tuple[Columns, dict[str, Array | None]]:
-        """Return best N, D, D/N, loss at budgets (m,), NaN if unknown, and intervals (m, 2), None without bootstrap."""
+        """Return N, D, D/N and loss of the optimum at budgets (m,), and their intervals (m, 2), both by name.
+
+        Unknown values are NaN; intervals are None without bootstrap draws.
+        """
         source = self.profiles or self.envelope
         values: Columns = {}
         draws: Columns = {}
@@ -117,7 +120,6 @@ class Approach:
         return {name: values.get(name, unknown) for name in QUANTITIES}, bands
 
     def at(self, flops: float) -> Estimate:
-        """Return the best N, D and loss at one budget."""
         values, bands = self.answers(np.array([flops]))
         fields: dict[str, Any] = {}
         for name, band in bands.items():
@@ -127,12 +129,11 @@ class Approach:
         return Estimate(float(flops), **fields, convention=convention_name(self.flops_per_token))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `reason` and the exponent with its interval, for JSON."""
         return {"reason": self.reason, "exponent": self.exponent, "exponent_ci": self.exponent_interval}
 
 
 def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None, bootstrap: int, seed: int) -> Approach:
-    """Fit a mixture of forms of law to the runs; on failure the approach holds the `reason`."""
+    """Fit a mixture of law forms to the runs; if that fails, the `Approach` holds the `reason`."""
     mixture = FormMixture(draws=min(bootstrap, DRAWS), seed=seed)
     groups = resampled_together(table.group, table.run_id, MOST_FREE)
     try:
@@ -147,7 +148,6 @@ def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None,
 
 
 def mixture_approach(mixture: FormMixture, flops_per_token: Callable[[Array], Array] | None) -> Approach:
-    """Wrap a fitted mixture of forms as an `Approach`."""
     a, low, high = mixture.size_exponent(flops_per_token=flops_per_token or 6.0)
     interval = (low, high) if mixture.draws else None
     return Approach("mixture", MIXTURE_TITLE, "", a, interval, flops_per_token=flops_per_token, mixture=mixture)
@@ -162,7 +162,10 @@ def three_approaches(
     bootstrap: int,
     seed: int,
 ) -> dict[str, Approach]:
-    """Return the three approaches by name; `fitted` is from `fit_parametric`, `counts` are N and FLOPs (n,)."""
+    """Bootstrap the profiles and the envelope, and return the three approaches by name.
+
+    `fitted` is from `fit_parametric`; `counts` are the runs' N and FLOPs, (n,) each.
+    """
     if bootstrap:
         profiles.bootstrap(bootstrap, seed)
         front.bootstrap(bootstrap, table.group, seed)
@@ -181,7 +184,10 @@ def parametric(
     flops_per_token: Callable[[Array], Array] | None = None,
     span: tuple[float, float] | None = None,
 ) -> Approach:
-    """Wrap a law as an `Approach`; if the best N is no power of C, it has the mean exponent between budgets `span`."""
+    """Wrap a law, or the `reason` why there is none, as an `Approach`.
+
+    If the best N is no power of the budget C, its exponent is the mean between the two budgets of `span`.
+    """
     title = "Approach 3 · parametric"
     if law is None:
         return Approach("parametric", title, reason=reason)
@@ -208,14 +214,12 @@ def parametric(
 
 
 def isoflop(profiles: IsoflopProfiles) -> Approach:
-    """Wrap isoFLOP profiles as an `Approach`."""
     accepted, budgets = len(profiles.accepted_), len(profiles.profiles_)
     reason = f"{accepted} of {budgets} budgets have an accepted minimum, and a law in C needs 2"
     return _of_power_law("isoflop", "Approach 2 · isoFLOP", profiles.N_law_, reason, profiles=profiles)
 
 
 def envelope(envelope: Envelope) -> Approach:
-    """Wrap an envelope as an `Approach`."""
     levels = len(envelope.flops_)
     subject = "level of compute improves" if levels == 1 else "levels of compute improve"
     reason = f"{levels} {subject} on all cheaper levels, and a law in C needs 2"
@@ -234,5 +238,4 @@ def size_or_none(value: Any) -> float | None:
 
 
 def finite_or_none(value: Any) -> float | None:
-    """Return a finite number as float, else None."""
     return float(value) if np.isfinite(value) else None

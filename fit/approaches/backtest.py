@@ -33,10 +33,10 @@ def backtest(
 ) -> dict[str, Any]:
     """Predict the runs of each budget, and the optimum at `target` FLOPs, by approaches fitted to cheaper runs.
 
-    Returns "steps", "reason" (why a step is missing), "influence" (of `leave_one_out`), "tested" (of `_tested`) and the
-    fields of the last step: loss_error (mean absolute, relative) and loss_bias (positive: predicted too high), with
-    suffix _beyond over all runs from this budget on; the best N and tokens_per_parameter, with suffix _predicted (by
-    approach 3), _predicted_isoflop (by approach 2) or _measured.
+    Returns "steps" (one per budget), "reason" (why a step is missing), "influence" (of `leave_one_out`), "tested" (of
+    `_tested`) and the last step's fields. loss_error (mean absolute) and loss_bias (positive: predicted too high) are
+    relative; suffix _beyond is over all runs from this budget on. The best N and tokens_per_parameter have the suffix
+    _predicted (by approach 3), _predicted_isoflop (by approach 2) or _measured.
     """
     empty: dict[str, Any] = {"steps": [], "reason": "no parametric law was fitted", "influence": None, "tested": None}
     if law is None:
@@ -69,10 +69,10 @@ def backtest(
 
 
 def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array, target: float) -> dict[str, Any]:
-    """Refit the law without each size and without each budget: {"left_out": [...], "most": ...}.
+    """Refit the law without each size and each budget in turn. Returns "left_out", an entry per refit, and "most".
 
-    `moves` are changes of exponents and, at `target` FLOPs, of the best log N and log D/N, relative to the full fit's
-    intervals. "most" is the entry with the largest move (of log N without intervals).
+    "moves" are changes of exponents and, at `target` FLOPs, of the best log N and log D/N, over the widths of the full
+    fit's intervals. "most" is the entry with the largest move or, without intervals, the largest change of log N.
     """
     # Number the rungs by rising N.
     order = np.argsort(table.N, kind="stable")
@@ -113,9 +113,9 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
 
 
 def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Array]:
-    """Return each run's budget as an index (n,), and the budgets in FLOPs.
+    """Return the index (n,) of each run's budget, and the budgets in FLOPs.
 
-    If the table has too few or too many budgets, bins of FLOPs replace them.
+    Runs with fewer than 2 or more than MOST_BUDGETS budgets are binned by FLOPs.
     """
     if 2 <= len(profiles.budgets_) <= MOST_BUDGETS:
         return profiles.labels_, profiles.budgets_
@@ -144,7 +144,7 @@ def _step(
     full: Law,
     target: float,
 ) -> dict[str, Any]:
-    """Compare `held` runs of one budget with predictions by fits to `cheap` ones; `full` is the law of all runs."""
+    """Predict `held` runs of one budget from `cheap` runs. `law` is fitted to the cheap runs, `full` to all runs."""
     step: dict[str, Any] = {
         "held_out_flops": budget,
         "runs_fitted": len(cheap),
@@ -184,7 +184,7 @@ def _errors(law: Law, runs: RunTable) -> dict[str, Any]:
 
 
 def _by_law(law: Law, cheap: RunTable, beyond: RunTable, resample: bool) -> dict[str, Any]:
-    """Return the law's relative errors on the runs `beyond`, and with `resample` the share inside 95 % intervals."""
+    """Test the law on runs `beyond`: relative errors, and with `resample` the share of losses in 95 % intervals."""
     ends = None
     if resample:
         with suppress(InputError):
@@ -196,7 +196,7 @@ def _by_law(law: Law, cheap: RunTable, beyond: RunTable, resample: bool) -> dict
 
 
 def _by_mixture(mixture: FormMixture) -> list[dict[str, Any]]:
-    """Return the relative errors of mixtures on runs above each cut-off in FLOPs, fitted below it; lowest first."""
+    """Test, for each cut-off in FLOPs from the lowest, the mixture fitted below it on the runs above it."""
     tests = []
     for k in reversed(range(len(mixture.cut_offs_))):
         cut, earlier = mixture.cut_offs_[k], mixture.before(k)
@@ -217,9 +217,10 @@ def _ahead(fitted: int, top: float, flops: Array, loss: Array, predicted: Array,
 def _tested(steps: list[dict[str, Any]], ahead: list[dict[str, Any]], mixed: bool) -> dict[str, Any] | None:
     """Summarise the predictions of all steps.
 
-    "ahead" has for each step the number of runs fitted and their largest FLOPs, for each predicted run the factor by
-    which its FLOPs are larger and the relative error, and the share inside the intervals. "size_error": root mean
-    square error of each approach's best log N, over steps where all have one; "best" has the lowest.
+    "ahead" has for each step the number of runs fitted, their largest FLOPs, the share of losses inside the intervals,
+    and each predicted run's relative error and its factor in FLOPs over the largest fitted run. "size_error" is the
+    root mean square error of each approach's best log N, over steps where all have one; "best" is the approach with the
+    lowest.
     """
     approaches = {key: name for key, name in PREDICTIONS.items() if any(step[name] for step in steps)}
     sized = [step for step in steps if step["N_measured"] and all(step[name] for name in approaches.values())]
@@ -257,13 +258,13 @@ def _identifies(law: Law, runs: RunTable) -> bool:
 
 @np.errstate(all="ignore")  # a term that vanished gives zeros and infinities
 def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, Array]:
-    """Return exponents and the best N, D/N and loss at `target` FLOPs, each (refits,)."""
+    """Return the exponents and the best N, D/N and loss at `target` FLOPs by name, for constants (refits,)."""
     N, D, loss = (values[0] for values in unlimited(law, constants, np.array([[target]]), own_convention(law)))
     exponents = {name: constants[name] for name in law.exponent_names}
     return exponents | {"N": N, "tokens_per_parameter": D / N, "loss": loss + 0.0 * N}
 
 
 def _logs(answers: dict[str, Array]) -> dict[str, Array]:
-    """Return the exponents, log N and log D/N of the result of `_answers`, without its loss."""
+    """Replace N and D/N in a result of `_answers` by their logarithms, and leave out the loss."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return {name: np.log(values) if name in SIZES else values for name, values in answers.items() if name != "loss"}

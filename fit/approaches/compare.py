@@ -114,7 +114,7 @@ def compare(
     """Estimate how many times the FLOPs of `variant` the base needs for the same loss.
 
     `targets` are further budgets, in FLOPs of the base. Runs are paired by size and column `seed`. Raises InputError if
-    both sides share a run or differ in held-out text, or one has fewer than two N or D.
+    the sides share a run or differ in held-out text, or if one has fewer than two N or two D.
     """
     base, variant = as_table(base), as_table(variant)
     named = all("run_id" in runs.frame for runs in (base, variant))  # else ids are the numbers of rows
@@ -232,9 +232,9 @@ class _Rows:
         self.noise = max(math.sqrt((squares / (runs[runs > 1] - 1)).mean()), 1e-6) if len(squares) else NOISE
 
     def more_seeds(self, error: float | None, freedom: float) -> int | None:
-        """Return how many more seeds would show a multiplier of 1 + SEEN, None if unknown or too many.
+        """Return how many more seeds would detect a multiplier of 1 + SEEN; None if unknown or more than MOST_SEEDS.
 
-        `error` is the standard error of its logarithm now.
+        `error` is the log multiplier's present standard error, with `freedom` degrees of freedom.
         """
         if error is None:
             return None
@@ -245,7 +245,7 @@ class _Rows:
 
 
 class _Joint:
-    """Both laws at their least squares, and the sandwich variance over rows of loss, then of speed."""
+    """The least-squares fit of both laws, and its sandwich variance over rows of loss, then of speed."""
 
     def __init__(self, rows: _Rows, gap: bool) -> None:
         from scipy.optimize import least_squares
@@ -284,7 +284,7 @@ class _Joint:
             self.meat.append((members, (vectors * inverse) @ vectors.T, residual[members]))
 
     def estimate(self, value: Callable[[Array], float]) -> Estimated:
-        """Evaluate a function of coordinates at the fit; return its value, standard error and degrees of freedom."""
+        """Evaluate `value` at the fitted coordinates. Returns it, its standard error and degrees of freedom."""
         center = value(self.at_)
         if self.rows.reason or not math.isfinite(center):
             return center, None, math.inf
@@ -299,7 +299,7 @@ class _Joint:
         return center, math.sqrt(variance), float(moments.sum() ** 2 / (moments**2).sum())
 
     def at(self, c: float) -> Multiplier:
-        """Return the multiplier at c, the base's log FLOPs minus the runs' mean."""
+        """Return the multiplier at `c`, as in `log_multiplier`."""
         inside = self.rows.c.min() - 1e-9 <= c <= self.rows.c.max() + 1e-9
         seconds: tuple[float | None, Interval | None] = (None, None)
         if self.rows.speed is not None:
@@ -311,7 +311,7 @@ class _Joint:
 
 
 def both_laws(q: Array, rows: _Rows) -> tuple[Array, Array]:
-    """Return the log loss (n,) of the runs of both sides, and its derivatives by the coordinates q, (n, k)."""
+    """Predict the log losses (n,) of both sides' runs at coordinates `q` (k,), and their derivatives by q, (n, k)."""
     E, A, alpha, B, beta, gamma, m, trend, w, gap = (Jet(value, {i: 1.0}) for i, value in enumerate(q))
     z = rows.of_base
     X = rows.x - z * (0.5 * m + w + trend * rows.x)
@@ -323,9 +323,10 @@ def both_laws(q: Array, rows: _Rows) -> tuple[Array, Array]:
 
 
 def log_multiplier(q: Array, c: float) -> float:
-    """Return the log multiplier at c, the base's log FLOPs minus the runs' mean; -inf if the loss is never reached.
+    """Return the log multiplier at `c`, the base's log FLOPs minus the runs' mean log FLOPs.
 
-    Uses equation 4 of Hoffmann et al. 2022, without gamma.
+    It is -inf if the variant never reaches the base's loss. Equation 4 of Hoffmann et al. 2022 is applied inside the
+    power gamma.
     """
     E, A, alpha, B, beta, gamma, m, trend, _, gap = q[: len(CENTRE)]
     a, b, g = math.exp(alpha), math.exp(beta), math.exp(gamma)

@@ -77,8 +77,8 @@ def by_convention(
 ) -> list[ConventionRow]:
     """Fit the approaches under every pair of a parameter count and a FLOP count of the table.
 
-    FLOP counts are 6ND and, if different, `flops_exact` or else the table's; those equal to `own` (n,), by default the
-    table's, are marked. Other arguments are as in `analyze`.
+    FLOPs are counted as 6ND and, if different, as in `flops_exact` or else in the table. The row with the table's N and
+    the FLOPs `own` (n,), by default the table's, is marked as own. Other arguments are as in `analyze`.
     """
     table = as_table(table)
     own = table.flops if own is None else own
@@ -117,10 +117,10 @@ def by_convention(
 def read_off(
     table: RunTable, N: Array, C: Array, mover: tuple[Array, Law] | None
 ) -> tuple[IsoflopProfiles, Envelope, float]:
-    """Fit isoFLOP profiles and an envelope with N and C (n,) as sizes and FLOPs.
+    """Fit isoFLOP profiles and an envelope to sizes N and FLOPs C, (n,) each.
 
-    If C differs within a budget, D is scaled to one C, and `mover` (sizes, their law) adjusts losses. Also returns the
-    largest factor on D.
+    If C differs within a budget, each D is scaled to one C, and losses are adjusted by the law of `mover` (sizes, law).
+    The last result is the largest factor applied to D.
     """
     budget, factor = _shared_budgets(table, C)
     largest = float(np.exp(np.abs(np.log(factor)).max()))
@@ -137,7 +137,7 @@ def read_off(
 
 
 def _shared_budgets(table: RunTable, C: Array) -> tuple[Array, Array]:
-    """Return each run's budget, counted as in C (NaN: none), and the factor on D that leads to it, both (n,)."""
+    """Return each run's budget in the FLOP count of C (NaN: none), and the factor on D that reaches it, both (n,)."""
     labels, levels = budget_levels(table.flops, table.N, table.budget)
     budget = np.full(len(C), np.nan)
     if _same(C, table.flops):

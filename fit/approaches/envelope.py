@@ -28,7 +28,7 @@ class Envelope:
     def fit(
         self, N: Any, D: Column = None, loss: Column = None, flops: Column = None, budget: Column = None
     ) -> Envelope:
-        """Fit to finished runs (n,), or a table of them; `budget` in FLOPs."""
+        """Fit to columns (n,) of finished runs, or to a table as N; `budget` is in FLOPs."""
         if D is None or loss is None or flops is None:
             t = as_table(N)
             return self.fit(t.N, t.D, t.loss, t.flops, t.budget)
@@ -44,7 +44,7 @@ class Envelope:
         return self
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0) -> Envelope:
-        """Refit the laws to `n` resamples of whole runs; those with one label in `groups` (runs,) stay together."""
+        """Refit the laws to `n` resamples of runs; runs with one label in `groups` (runs,) stay together."""
         if self.N_law_ is None:
             return self
         numbers = numbered(group_labels(groups, len(self._labels)), *self._points)
@@ -61,9 +61,10 @@ class Envelope:
         return self
 
     def _winners(self, counts: Array, jitter: np.random.Generator | None = None) -> tuple[Array, int]:
-        """Find the best run of each compute level in resamples, `counts` (draws, n).
+        """Find the best run of each compute level in each resample, given as `counts` (draws, n).
 
-        Returns flops, N, D and loss (4, draws, levels), and how many at an end of the sizes are left out.
+        Returns the winners' flops, N, D and loss, (4, draws, levels), and the number left out as smallest or largest
+        size.
         """
         N, D, loss, flops = self._points
         levels = np.unique(self._labels[self._labels >= 0])

@@ -22,7 +22,7 @@ class ExpertStudy:
 
     held_out: form -> root mean square error of log loss on the largest N_active and the most experts, fitted without
     them. sparsities: experts, leverage at the largest run's budget and its interval. answers: the best run of each
-    target, at any N_total and at most the largest one of the runs. load: the most uneven of any run.
+    target, with any N_total and with at most that of the runs. load: the worst imbalance of any run.
     """
 
     reason: str = ""
@@ -34,7 +34,6 @@ class ExpertStudy:
     columns: Columns = field(default_factory=dict, repr=False)  # as `expert_columns`
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the study without its columns, for JSON."""
         fields = vars(self) | {"law": self.law and {"form": self.law.form} | self.law.constants_}
         return {name: value for name, value in fields.items() if name != "columns"}
 
@@ -55,7 +54,7 @@ def expert_columns(runs: RunTable) -> Columns:
 
 
 def held_out(law: ExpertLaw, columns: Columns, out: np.ndarray) -> Array:
-    """Fit the law to the rows outside mask `out`; return log(observed / predicted loss) of the rows in it."""
+    """Fit the law without the rows in mask `out`; return log(observed / predicted loss) of these rows."""
     law.fit(*(columns[name][~out] for name in (*law.inputs, "loss")))
     return np.log(columns["loss"][out]) - np.log(law.predict(*(columns[name][out] for name in law.inputs)))
 

@@ -1,8 +1,7 @@
 """IsoFLOP profiles (approach 2): the best size of each budget from a curve in log N, and N*(C), D*(C) through them.
 
 The valley, of one shape for all budgets, has the lowest errors (docs/benchmarks.md). The parabola has the least noise
-but is biased for skewed profiles; Akima's interpolant has six times that noise. The bootstrap adds noise to losses,
-because sizes are chosen, not sampled.
+but is biased for skewed profiles; Akima's interpolant has six times that noise.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146); Akima 1970 (J. ACM 17).
 """
@@ -125,7 +124,7 @@ def _valley(a: Array, b: Array, c: Array) -> Array:
 
 
 def _local_contrasts(knots: Array, weight: Array) -> Array:
-    """Return coefficients (windows, knots) of sums over NEIGHBOURS knots, zero for parabolas and of unit variance."""
+    """Return sums over NEIGHBOURS knots, (windows, knots), that are zero for parabolas and have unit variance."""
     rows = np.zeros((max(len(knots) - NEIGHBOURS + 1, 0), len(knots)))
     for first in range(len(rows)):
         window = slice(first, first + NEIGHBOURS)
@@ -165,7 +164,6 @@ class IsoflopProfile:
 
     @property
     def shape(self) -> Curve | Valley:
-        """Return the fitted valley if there is one, else the method's own curve."""
         return self.valley or self.own_curve
 
     @property
@@ -243,8 +241,8 @@ class IsoflopProfiles:
     `noise` of a loss is "spread", the residual spread pooled over budgets, or a standard deviation in nats.
 
     After `fit`: profiles_ (by rising budget), labels_, budgets_, N_law_, D_law_ (None below 2 accepted vertices),
-    loss_law_ (None below 4), sigma_ (relative residual spread) and its freedom_. After `bootstrap`: scatter_ of log
-    vertices about N*(C) beyond their own uncertainty.
+    loss_law_ (None below 4), sigma_ (relative residual spread), freedom_ (its degrees of freedom), scatter_ (of log
+    vertices about N*(C), beyond their uncertainty).
     """
 
     N_law_: PowerLaw | None
@@ -261,7 +259,7 @@ class IsoflopProfiles:
         self, N: Any, D: Column = None, loss: Column = None, flops: Column = None, budget: Column = None,
         weight: Column = None,
     ) -> IsoflopProfiles:  # fmt: skip
-        """Fit to n runs or a table. `budget` is each one's FLOP budget (NaN: none), by default from `flops`."""
+        """Fit to columns (n,) of runs, or a table as N. `budget`: FLOP budgets (NaN: none), by default from `flops`."""
         if D is None or loss is None or flops is None:
             t = as_table(N)
             return self.fit(t.N, t.D, t.loss, t.flops, t.budget, t.weight)
@@ -290,7 +288,10 @@ class IsoflopProfiles:
         return self
 
     def bootstrap(self, n: int = 1000, seed: int = 0) -> IsoflopProfiles:
-        """Draw every vertex and law `n` times with noise on losses, unless its size is unknown."""
+        """Draw vertices and laws `n` times by adding noise to losses, since sizes are chosen, not sampled.
+
+        If the noise is unknown, nothing is drawn.
+        """
         check_resampling(n, seed)
         if self.noise == "spread" and self.freedom_ < 1:
             return self
@@ -351,7 +352,7 @@ class IsoflopProfiles:
             self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in accepted], 1))
 
     def _line(self, accepted: list[IsoflopProfile]) -> tuple[Array, Array, Array]:
-        """Fit the valleys' log N as a line in log FLOPs; return the design matrix, level and slope, and covariance."""
+        """Fit the valleys' log N as a line in log FLOPs. Returns the design matrix, (level, slope), and covariance."""
         prior = read_constants("forecast")["isoflop"]
         t, y = (np.log([getattr(p, name) for p in accepted]) for name in ("flops", "N_best"))
         X = np.stack([np.ones_like(t), t - t[-1]], 1)
@@ -377,13 +378,16 @@ class IsoflopProfiles:
 
 
 def plot_isoflop(profiles: IsoflopProfiles | Runs, ax: Any = None) -> Any:
-    """Plot fitted profiles, or those of a table by "valley", with stars at accepted minima; others are dotted."""
+    """Plot isoFLOP profiles, of a table by "valley", with stars at accepted minima; other curves are dotted."""
     fitted = profiles if isinstance(profiles, IsoflopProfiles) else IsoflopProfiles("valley").fit(profiles)
     return plot_profiles(fitted, ax)
 
 
 def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tuple[np.ndarray, Array]:
-    """Return each run's index (n,) into the rising budgets, -1 for none, and these, by default from close FLOPs."""
+    """Return the index (n,) of each run's budget, -1 for none, and the rising budgets.
+
+    Without `budget`, three or more sizes with close FLOPs are a budget.
+    """
     labels = np.full(len(flops), -1)
     named = np.asarray(np.nan if budget is None else budget, dtype=np.float64)
     is_named = np.isfinite(named)

@@ -32,7 +32,7 @@ class RecipeLaw:
 
     @property
     def cached(self) -> float:
-        """Return the most bytes per token that these runs' models cache while generating; NaN if unknown."""
+        """Return the largest cache of these runs' models while generating, in bytes per token; NaN if unknown."""
         return float(self.table.column("kv_bytes").max())
 
     @property
@@ -40,7 +40,6 @@ class RecipeLaw:
         return decoding(self.table)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the law, its best N and loss, and the comparison, for JSON."""
         law, e = self.law, self.estimate
         return {
             "recipe": self.recipe,

@@ -24,7 +24,7 @@ ROUNDS, FAR = 5, 12.0  # rounds of reweighting; largest |v|
 
 @dataclass(frozen=True)
 class Valley:
-    """A budget's curve: log floor, log steepness, best log N, their covariance; shared p, q."""
+    """A budget's curve: log floor, log steepness, best log(N / N0), their covariance; p and q of all budgets."""
 
     floor: float
     steepness: float
@@ -41,7 +41,7 @@ class Valley:
 
 
 def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
-    """Fit valleys to isoFLOP profiles; return them, a log loss's standard deviation, and its degrees of freedom."""
+    """Fit valleys to isoFLOP profiles. Returns them, the standard deviation of log loss, and its degrees of freedom."""
     from scipy.optimize import least_squares
 
     if not profiles:

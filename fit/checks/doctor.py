@@ -1,6 +1,6 @@
 """Checks of a table of runs before any fit, as plain warnings.
 
-Each check maps a table to warnings that state the problem, its effect on a fit and the remedy; none for absent columns.
+Each warning states the problem, its effect on a fit and the remedy. A check whose columns are absent gives none.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), appendix B; Besiroglu et al. 2024 (arXiv:2404.10102); Porian et al. 2024
 (arXiv:2406.19146); Haegele et al. 2024 (arXiv:2405.18392); Muennighoff et al. 2023 (arXiv:2305.16264); Li et al. 2025
@@ -72,7 +72,7 @@ Warnings = Iterator[Warning]
 
 
 def examine(table: Runs, targets: Sequence[float] = ()) -> tuple[Warning, ...]:
-    """Return every warning that needs the table and its `targets` (FLOP budgets) alone, worst first."""
+    """Check a table and `targets` (FLOP budgets) without a fit. Returns warnings, worst first."""
     table = as_table(table)
     warnings = [warning for check in CHECKS for warning in check(table)]
     if not any(w.code == "experiments_pooled" or w.code.endswith("_mixed") for w in warnings):
@@ -103,14 +103,14 @@ def examine_plan(
 
 
 def numbers(table: RunTable, role: str) -> Array:
-    """Return the table's column for a key of COLUMNS as numbers (n,), NaN where absent or impossible."""
+    """Return a table's column by its key in COLUMNS as numbers (n,), NaN where absent or impossible."""
     values = table.column(_column(table, role))
     possible = np.isfinite(values) & ((values > 0) | ((values == 0) & (role in MAY_BE_ZERO)))
     return np.where(possible, values, np.nan)
 
 
 def texts(table: RunTable, role: str) -> list[str]:
-    """Return the table's column for a key of COLUMNS as lower-case text, empty where absent."""
+    """Return a table's column by its key in COLUMNS as lower-case text, empty where absent."""
     name = _column(table, role)
     if not name:
         return [""] * len(table)
@@ -119,13 +119,13 @@ def texts(table: RunTable, role: str) -> list[str]:
 
 
 def _column(table: RunTable, role: str) -> str:
-    """Return the table's name for a key of COLUMNS, ignoring case and separators; "" if there is none."""
+    """Return a column's name in the table by its key in COLUMNS, ignoring case and separators; "" if absent."""
     exist = {re.sub("[ -]", "_", str(name).strip().lower()): name for name in reversed(list(table.frame.columns))}
     return next((exist[name.lower()] for name in COLUMNS[role] if name.lower() in exist), "")
 
 
 def first_finite(*columns: Array) -> Array:
-    """Return each row's first value that is not NaN, in the order of the columns, (n,)."""
+    """Return each row's first value that is not NaN, (n,)."""
     return reduce(lambda first, other: np.where(np.isnan(first), other, first), columns)
 
 
@@ -191,7 +191,7 @@ def _loss_unit(t: RunTable) -> Iterator[str]:
 
 
 def _as_in_bits(t: RunTable) -> bool:
-    """Return whether losses look like bits: about 1/ln 2 times a published law's (0.88 to 1.22 for English in nats)."""
+    """Return whether losses are about 1/ln 2 times those of a published law; English in nats is at 0.88 to 1.22."""
     ordinary = (t.N >= 1e7) & (t.D >= 1e8)
     if ordinary.sum() < max(5, 0.5 * len(t)):
         return False
@@ -276,7 +276,7 @@ def pooled_experiments(t: RunTable) -> Warnings:
 
 
 def grouped_losses(t: RunTable) -> Warnings:
-    """Warn if the losses lie on two surfaces in (log N, log D), one a step above the other, without a known reason."""
+    """Warn if the losses lie on two surfaces in (log N, log D), one a step above the other."""
     n, y = len(t), np.log(t.loss)
     surface = _surface(t, 3 if n >= 60 else 2)
     rest = _off(surface, y)
@@ -294,9 +294,10 @@ def grouped_losses(t: RunTable) -> Warnings:
 
 
 def _step(surface: Array, y: Array, higher: np.ndarray) -> tuple[float, float, np.ndarray]:
-    """Find the rows that a step lifts in y, from a first mask (n,). Returns its explained share, its size and the mask.
+    """Find the rows that lie a step higher in y above `surface`, starting from the mask `higher` (n,).
 
-    The share is 0 for a step that the surface nearly explains.
+    Returns the explained share of the residual variance (0 if the surface nearly explains the step), the step's size,
+    and the mask of the rows.
     """
     rest = _off(surface, y)
     for _ in range(10):
@@ -313,7 +314,7 @@ def _step(surface: Array, y: Array, higher: np.ndarray) -> tuple[float, float, n
 
 
 def _bits_by_bytes(t: RunTable) -> np.ndarray:
-    """Return the indices of rows in bits, where loss over bits per byte is 1/ln 2 times that of all others."""
+    """Return the indices of rows in bits: their ratio of loss to bits per byte is 1/ln 2 times that of all others."""
     per_byte = t.loss / numbers(t, "bits_per_byte")
     lifted = np.log(per_byte / np.nanmin(per_byte)) / np.log(BITS) if np.isfinite(per_byte).any() else per_byte
     finite = lifted[np.isfinite(lifted)]
@@ -322,7 +323,7 @@ def _bits_by_bytes(t: RunTable) -> np.ndarray:
 
 
 def _bits_among_nats(t: RunTable) -> np.ndarray:
-    """Return the indices of rows in bits, with losses 1/ln 2 times a surface in (log N, log D) through the others."""
+    """Return the indices of rows in bits: losses 1/ln 2 times a surface in (log N, log D) through all others."""
     n, lift, no_rows = len(t), np.log(BITS), np.empty(0, dtype=int)
     if n < 12:
         return no_rows
@@ -364,7 +365,6 @@ def _off(columns: Array, values: Array) -> Array:
 
 
 def embeddings(t: RunTable) -> Warnings:
-    """Warn if N leaves out embeddings, in all runs or in some."""
     total, bare = numbers(t, "N_total"), numbers(t, "N_non_embedding")
     tables = numbers(t, "vocabulary") * numbers(t, "width")
     whole, part = np.isclose(t.N, total, rtol=1e-9), np.isclose(t.N, bare, rtol=1e-9)
@@ -390,7 +390,6 @@ def embeddings(t: RunTable) -> Warnings:
 
 
 def active_parameters(t: RunTable) -> Warnings:
-    """Warn if runs are mixtures of experts, and state which parameters N counts."""
     active, every = numbers(t, "N_active"), numbers(t, "N_all")
     every = np.where(np.isfinite(every), every, t.N)
     share = (active / every)[active < 0.99 * every]
@@ -585,7 +584,7 @@ def branches(t: RunTable) -> Warnings:
 
 
 def _families(keys: Iterable[Hashable], groups: np.ndarray) -> list[int]:
-    """Return how many different groups go with each key, leaving out None and keys of one group."""
+    """Count the different groups of each key; the key None and keys of one group are left out."""
     members = Counter(key for key, _ in set(zip(keys, groups, strict=True)) if key is not None)
     return [count for count in members.values() if count > 1]
 
@@ -663,7 +662,6 @@ def _monotone(x: Array, y: Array) -> bool:
 
 
 def _duplicates(t: RunTable) -> Warnings:
-    """Warn of rows with the run id, N and D of another row, or the N, D and loss of another run."""
     _, again = _alike(t.run_id, t.N, t.D)
     findings = []
     if again.size:

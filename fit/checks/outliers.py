@@ -27,7 +27,7 @@ class Outliers:
     """Outliers of a law, measured against the law refitted without them.
 
     rows (k,): the outliers, farthest first. residual (n,): log loss minus that of the refitted law. scatter: median
-    absolute residual of the other runs, without the smallest. constants: those of the refitted law.
+    absolute residual of the other runs, without the smallest ones. constants: those of the refitted law.
     """
 
     rows: np.ndarray

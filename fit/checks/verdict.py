@@ -54,7 +54,7 @@ def clashes(approaches: Mapping[str, Approach], budgets: Sequence[float]) -> lis
 
 
 def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table: RunTable) -> Verdict:
-    """Judge by overlap of their intervals of N* whether the approaches agree at the largest run and at every target."""
+    """Judge whether the approaches agree: whether intervals of N* overlap at the largest run and every target."""
     available = {key: approach for key, approach in approaches.items() if approach.available}
     if len(available) < 2:
         return Verdict(None, "Fewer than two approaches have an answer, so there is nothing to compare it with.")
@@ -90,7 +90,7 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
 
 
 def find_suspects(approaches: Mapping[str, Approach], budgets: set[float], table: RunTable) -> tuple[str, ...]:
-    """Return sentences with possible reasons for a disagreement at `budgets`, except those that other warnings give."""
+    """Return sentences with possible reasons for a disagreement at `budgets`, unless other warnings give them."""
     suspects, envelope = [], approaches.get("envelope")
     share = 1.0 - table.column("N_non_embedding") / table.N
     if np.isfinite(share).all() and share.max() - share.min() > 0.1:

@@ -23,9 +23,8 @@ SLOPE = 0.005  # prior standard deviation of the gap's slope, in log loss per e-
 def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """Add a row to `table` for each usable loss of averaged weights. Returns the table and a note on these rows.
 
-    Log losses of an average and of a cooldown from the same step differ by a gap a + b log D, fitted to all cooldowns.
-    Of several averages, that with the lowest error for left-out cooldowns is used. `loss_se` includes the error of the
-    gap.
+    At equal D, log losses of averaged weights and of a cooldown differ by a gap a + b log D, fitted to all cooldowns.
+    Of several averages, the one that best predicts left-out cooldowns is used. `loss_se` includes the error of the gap.
     """
     import pandas as pd
 
@@ -76,7 +75,7 @@ def with_averages(table: pd.DataFrame, curves: pd.DataFrame) -> tuple[pd.DataFra
 
 
 def _gaps(name: str, long: dict[str, pd.DataFrame], cooled: pd.DataFrame) -> tuple[Array, Array]:
-    """Return, for each cooldown, log D and the log of its trunk's averaged loss (column `name`) over its own loss."""
+    """Return log D of each cooldown, and the log ratio of its trunk's averaged loss (column `name`) to its own loss."""
     pairs = []
     for _, run in cooled.iterrows():
         curve = long[run["trunk"]][["tokens", name]].dropna()
@@ -95,7 +94,7 @@ def _line(log_D: Array, gap: Array) -> tuple[float, float]:
 
 
 def _left_out_error(log_D: Array, gap: Array) -> float:
-    """Return the root mean square error of each gap predicted from a line through the others."""
+    """Return the root mean square error of gaps, each predicted by a line through the others."""
     if len(gap) < 2:
         return np.inf
     errors = []

@@ -97,7 +97,7 @@ class CurveLaw:
         return float(loss[0]), float(low[0]), float(high[0])
 
     def best_schedule(self, steps: int, peak: float, N: float | None = None, warmup: int = 0) -> Array:
-        """Return rates (steps,), up to `peak` in `warmup` and then down, of the lowest last loss (Luo et al. 2025)."""
+        """Return the rates (steps,), rising to `peak` in `warmup` steps, of the lowest last loss (Luo et al. 2025)."""
         from scipy.optimize import minimize
 
         if not (steps > max(warmup, 0) + 1 and peak > 0):
@@ -148,7 +148,7 @@ class CurveLaw:
         return losses(self._form, self._make_design([query], fine=True), self._values(self._theta))[0]
 
     def _disagreement(self, query: tuple[Array, np.ndarray, float | None], value: Array) -> Array:
-        """Return the weighted sum of squared distances between other forms' log losses and `value`, (rows,)."""
+        """Return the weighted sum of squared differences between log losses of other forms and `value` (rows,)."""
         if not self.cooldown_seen_:
             return np.zeros_like(value)
         if self._rivals is None:
@@ -215,7 +215,7 @@ class CurveLaw:
         self._misfit = float(np.mean(residuals_and_slopes(self._theta)[0] ** 2)) + 1e-16
 
     def _starts(self, constants: list[Constant]) -> list[Array]:
-        """Return start points of the fit: constants, or their logarithms."""
+        """Return start points of the fit: values of the constants or, where `log`, their logarithms."""
         scale = float(np.exp(self._target.min()))
         amplitudes = {"E": 0.8, "F": 0.2, "A": 0.2, "B": 0.1}
         starts = []
@@ -270,7 +270,7 @@ class CurveLaw:
 
 
 def memory(runs: list[Array]) -> float:
-    """Return how many successive residuals count as one independent one: 1 + 2 sum of autocorrelations (Geyer)."""
+    """Return the correlation length of residuals in points: 1 + 2 times the sum of autocorrelations (Geyer)."""
     longest = max(len(run) for run in runs)
     power = sum(float(run @ run) for run in runs)
     if power <= 0:

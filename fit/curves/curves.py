@@ -39,7 +39,7 @@ class Curve:
     N: float | None = None
 
     def past_warmup(self, warm: float = WARM) -> Curve:
-        """Return the curve without losses until lr reaches its maximum and in a further share `warm` of all steps."""
+        """Return the curve without losses before lr's maximum, or within a share `warm` of all steps after it."""
         keep = self.steps > int(np.argmax(self.lr >= self.lr.max() * (1 - 1e-9))) + warm * len(self.lr)
         return Curve(self.run, self.lr, self.steps[keep], self.loss[keep], self.N)
 
@@ -66,7 +66,7 @@ def read_curves(source: str | Path | pd.DataFrame, columns: Mapping[str, str] | 
 
 
 def named(table: pd.DataFrame, columns: Mapping[str, str] = MappingProxyType({})) -> pd.DataFrame:
-    """Return a copy with columns run, step, lr and loss, which is taken from val_loss if that has values."""
+    """Return a copy with columns run, step, lr, loss[, N, batch]; loss is val_loss if this column has values."""
     if not isinstance(table, pd.DataFrame):
         raise InputError(f"curves is a {type(table).__name__}; a DataFrame with run, step, lr and loss is needed.")
     table = table.copy()
@@ -148,7 +148,7 @@ def _curve(run: str, rows: pd.DataFrame, schedule: Array | None) -> Curve:
 def schedule_points(lr: Any, tolerance: float = 2e-3) -> tuple[list[float], list[float]]:
     """Return the config values schedule.shares and schedule.factors of a run that follows lr (T,) after its warm-up.
 
-    They deviate from lr by at most `tolerance` of the peak.
+    The run's rates deviate from lr by at most `tolerance` of the peak.
     """
     lr = checked_schedule(lr, "the schedule")
     factors = lr[int(np.argmax(lr)) :] / lr.max()
@@ -165,8 +165,8 @@ def schedule_points(lr: Any, tolerance: float = 2e-3) -> tuple[list[float], list
 def collapse(curves: pd.DataFrame, floor: float | None = None) -> pd.DataFrame:
     """Return how far each run's normalised curve is from the median; curves coincide if sizes are tuned alike.
 
-    Compares (loss - floor) / (final - floor) at equal shares of steps (Qiu et al. 2025), for runs of one shape of
-    schedule. Indexed by run: deviation (root mean square of log ratios), noted (stands out).
+    Compares (loss - floor) / (final loss - floor) at equal shares of steps (Qiu et al. 2025), for runs of one shape of
+    schedule. Indexed by run: deviation (root mean square log ratio to the median), noted (true if it stands out).
     """
     runs = curves_of(curves)
     floor = 0.0 if floor is None else float(floor)

@@ -37,9 +37,9 @@ class Design:
 
 
 def features(lr: Array, steps: np.ndarray, rises: bool, fine: bool, stride: float) -> tuple[Any, ...]:
-    """Return `Design`'s area, `between` and pairs for one curve; with `rises` warm-up is a negative drop.
+    """Return area, `between` and the five columns of pairs of a `Design` for one curve.
 
-    `fine` takes more segments, `stride` is the steps per entry of lr.
+    With `rises`, warm-up counts as a negative drop; `fine` takes more segments; `stride` is the steps per entry of lr.
     """
     segments = SEGMENTS * (6 if fine else 1)
     total = np.concatenate([[0.0], np.cumsum(lr) * stride])  # before step 1, after it, …
@@ -110,7 +110,7 @@ def design(
 
 
 def _edges(varied: Array, drops: Array, segments: int, knots: np.ndarray) -> np.ndarray:
-    """Return the steps that bound segments of similar change of rate; `varied` sums |drops| before each step."""
+    """Return the steps that bound segments of equal change of the rate; `varied` sums |drops| before each step."""
     last = int(knots[-1])
     if last <= 4 * segments or not varied[-1] > 0:
         return np.arange(last + 1) if varied[-1] > 0 else knots

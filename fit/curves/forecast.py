@@ -20,9 +20,9 @@ YOUNG = 0.02  # share of a run's steps below which its deviation is ignored
 def forecast_final(curves: pd.DataFrame, planned: Mapping[Any, Any], level: float = 0.95) -> pd.DataFrame:
     """Predict the last losses of the runs in `planned` (run -> lr of all steps 1..T) that have not reached step T.
 
-    One law is fitted to all curves; a share of a run's recent deviation from it is added. Intervals come from its
-    errors on finished runs, cut at the same share of steps. Indexed by run: loss, low, high, seen (share of steps
-    done), reason (empty, or why there is no interval).
+    One law is fitted to all curves; a share of a run's recent deviation from the law is added. Intervals come from
+    forecasts of finished runs, cut at the same share of steps. Indexed by run: loss, low, high, seen (share of steps
+    done), reason (why there is no interval, or empty).
     """
     plans = {str(run): lr for run, lr in planned.items()}
     try:
@@ -103,7 +103,10 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
 
 
 def _backtest(law: CurveLaw, run: Curve, part: slice, share: float) -> tuple[float, float] | None:
-    """Return a run's recent and last deviation from the law without its steps after `share`; None without these."""
+    """Return a finished run's deviations from the law refitted without its steps after `share`: recent and last.
+
+    Recent is before the cut. Returns None if no step is after it.
+    """
     _, slope, residual, _, _ = law._fit
     cut = int(np.searchsorted(run.steps, share * len(run.lr), side="right"))
     if cut >= part.stop - part.start:

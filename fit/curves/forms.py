@@ -48,7 +48,7 @@ TWO_SIZES = 0.34  # a, which two sizes cannot determine: alpha of Hoffmann et al
 
 
 def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
-    """Return each drop's kernel 1 - (1 + C rate^-gamma S)^-beta, S the rates summed since (Luo et al. 2025).
+    """Return each drop's kernel 1 - (1 + C rate^-gamma S)^-beta, S the sum of rates since the drop (Luo et al. 2025).
 
     With `slopes`, also returns its derivatives by the constants.
     """
@@ -86,7 +86,8 @@ def form_named(name: str) -> Form:
 def declared(form: Form, sizes: int, has_drops: bool, fading: bool) -> dict[str, Constant]:
     """Return the constants of `form` that loss curves of `sizes` model sizes can determine.
 
-    Those of the learning rate's drops need `has_drops`; `fading` adds d, by which their gain changes in training.
+    `has_drops` adds those of drops of the learning rate, and `fading` with it d, by which a drop's gain changes in
+    training.
     """
     constants = dict(TREND)
     if sizes > 1:
@@ -128,9 +129,10 @@ def losses(form: Form, d: Design, k: dict[str, float], slopes: bool = False) -> 
 
 
 def paper(form: Form, k: dict[str, float], unit: float, horizon: float, reference: float) -> dict[str, float]:
-    """Convert constants from rates over `unit`, their sums over `horizon` and N over `reference` to the papers' units.
+    """Convert constants to the units of the papers.
 
-    For "annealing" r becomes lambda, and B the paper's C.
+    They are given for rates over `unit`, sums of rates over `horizon` and N over `reference`. For "annealing" r becomes
+    lambda, and B the paper's C.
     """
     converted = dict(k)
     converted["A"] *= (unit * horizon) ** k["alpha"] * reference ** k.get("b", 0.0)

@@ -43,10 +43,11 @@ class Chance(NamedTuple):
 
 
 def chance_to_win(run: Trial, finished: Sequence[Trial]) -> Chance | None:
-    """Estimate the chance that a run ends below the best finished one of its group; None if too young or without one.
+    """Estimate the chance that a run ends below the best finished run of its group.
 
-    Log final loss is linear in the log loss at the same share of tokens, plus a level per group, by Bayesian regression
-    (Gelman et al. 2013, Bayesian Data Analysis, ch. 14).
+    None if the run is too young or its group has no finished run. Log final loss is linear in the log loss at the same
+    share of tokens, plus a level per group, by Bayesian regression (Gelman et al. 2013, Bayesian Data Analysis, ch.
+    14).
     """
     from scipy.special import stdtr
 

@@ -238,7 +238,7 @@ def _scores(task: str, table: RunTable) -> _Scores:
 
 
 def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places in `table.frame` of checkpoints of runs `at` after a share SKIPPED of steps, and their runs."""
+    """Find checkpoints of runs `at` after their first SKIPPED share of steps: rows of `table.frame`, and their runs."""
     frame = table.frame
     if not {"run_id", "final", "step"} <= set(frame.columns):
         return np.zeros(0, dtype=int), np.zeros(0, dtype=int)

@@ -78,7 +78,7 @@ class TaskLaw(Estimator):
         chance: float | None = 0.0,
         final: ArrayLike | None = None,
     ) -> Self:
-        """Fit both steps, task loss and accuracy, to n rows, or to a table with these columns instead of N.
+        """Fit both steps, task loss and accuracy, to n rows, or to a table with these columns as N.
 
         Parameters
         ----------
@@ -91,7 +91,7 @@ class TaskLaw(Estimator):
         chance
             The curve's floor; None fits it.
         final
-            (n,) mask of the rows of the first step, by default all.
+            (n,) mask of the rows that the first step uses; default: all.
         """
         columns = [column for column in (N, D, task_loss, acc) if column is not None]
         N, D, task_loss, acc = by_name("fit", ("N", "D", "task_loss", "acc"), columns, {}).values()
@@ -130,7 +130,7 @@ class TaskLaw(Estimator):
         self.converged_ = bool(solution.converged[0]) and self.law_.converged_
 
     def refit(self, counts: ArrayLike) -> Columns:
-        """Refit with P row weights `counts` (P, n). Returns all constants (P,), NaN where a step did not converge."""
+        """Refit with each row of `counts` (P, n) as weights. Returns all constants (P,), NaN without convergence."""
         self._fitted()
         counts = np.atleast_2d(floats(counts))
         first = self.law_.refit(counts[:, self.data_["final"]])
@@ -155,7 +155,7 @@ class TaskLaw(Estimator):
         return self
 
     def widened(self, level: float) -> float:
-        """Return the larger level at which percentile intervals of the draws, too narrow for few runs, cover `level`.
+        """Return the level at which percentile intervals of the draws, too narrow for few runs, cover `level`.
 
         The expanded percentile interval (Hesterberg 2014, arXiv:1411.5279), with Student's t.
         """
@@ -166,7 +166,7 @@ class TaskLaw(Estimator):
         return float(1.0 - 2.0 * ndtr(-reach))
 
     def resamples(self, groups: np.ndarray, n: int, seed: int) -> tuple[Array, int]:
-        """Draw resamples of groups as counts (n, rows) that determine the first step, and count the redrawn ones."""
+        """Resample groups so that the first step is determined. Returns counts (n, rows) and how many were redrawn."""
         done, p = self.data_["final"], self.law_.problem_
         inputs = np.stack([self.data_["N"][done], self.data_["D"][done]])
         counts, redrawn = identifiable_counts(groups[done], n, seed, inputs, np.ones(int(done.sum())), p.axes, p.free)
@@ -185,7 +185,6 @@ class TaskLaw(Estimator):
             return np.asarray(self.law_.evaluate(constants, N, D))
 
     def accuracy(self, constants: Constants, loss: Any) -> Array:
-        """Return the curve's accuracy at a task loss."""
         u = constants["slope"] * (constants["middle"] - loss)
         top = constants["ceiling"] - constants["floor"] if self.link == "sigmoid" else 1.0
         return np.asarray(constants["floor"] + top * _shape(self.link, u))
@@ -267,7 +266,7 @@ class _Curve:
         self.starts = np.stack([np.full_like(offset, floor), np.full_like(offset, roof), offset, slope], axis=1)
 
     def solve(self, weights: Array, near: Array | None = None) -> Solution:
-        """Fit the curve by each row of weights (P, n), from all starts, or from coordinates `near` and the best few."""
+        """Fit the curve for each row of weights (P, n), from all starts, or from `near` and the best few starts."""
         starts = np.broadcast_to(self.starts, (len(weights), *self.starts.shape))
         if near is not None:
             error = weights @ ((self.form.value(self.starts)[0] - self.acc) ** 2).T
@@ -300,7 +299,7 @@ def intervals(draws: Array, level: float) -> Any:
 def _rows(
     N: ArrayLike, D: ArrayLike, loss: ArrayLike, acc: ArrayLike, se: ArrayLike | None, final: ArrayLike | None
 ) -> Columns:
-    """Check the arguments of `TaskLaw.fit`. Returns them as columns, `se` at least half its median."""
+    """Check the arguments of `TaskLaw.fit` and return them as columns; `se` is raised to half its median at least."""
     rows = {name: np.atleast_1d(floats(v)) for name, v in (("N", N), ("D", D), ("acc", acc))}
     rows["loss"] = positive("task_loss", loss)
     rows["se"] = np.zeros(len(rows["acc"])) if se is None else floats(se)
