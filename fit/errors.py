@@ -27,7 +27,6 @@ def floats(values: Any) -> Array:
 
 
 def unboxed(value: Any) -> Any:
-    """Return a float for a single number, else an array."""
     array = floats(value)
     return float(array) if array.ndim == 0 else array
 

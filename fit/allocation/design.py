@@ -234,12 +234,12 @@ class Question:
         return np.asarray((self.drift_rate * further) ** 2)
 
     def labels(self, trunks: ArrayLike) -> dict[str, int]:
-        """Number the trunks with several runs, counting the fitted rows and further runs of trunks `trunks`."""
+        """Number the trunks with several runs among fitted rows and candidates; `trunks` are the candidates' labels."""
         names, counts = np.unique(np.append(self.trunk.astype(str), trunks).astype(str), return_counts=True)
         return {str(name): i for i, name in enumerate(names[counts > 1])}
 
     def beliefs(self, labels: Mapping[str, int]) -> Beliefs:
-        """Return the `Beliefs` after observing the fitted rows; `labels` is from the method `labels`."""
+        """Return the `Beliefs` after observing the fitted rows; `labels` is the result of `Question.labels`."""
         shared = self.correlation * self.noise**2
         share = np.array([basin.share for basin in self.basins])
         result = Beliefs(self.goals, share, len(labels), shared, self.noise**2 - shared)
@@ -258,7 +258,7 @@ class Question:
 
 
 def log_losses(inputs: Mapping[str, ArrayLike]) -> Callable[[Any, Constants], Array]:
-    """Return a function of (law, constants) that predicts log losses at `inputs`, name -> (points,)."""
+    """Return a function of (law, constants) that predicts log losses at `inputs`, a column (points,) per name."""
     columns = {name: floats(column)[:, None] for name, column in inputs.items()}
     return lambda law, constants: np.log(law.evaluate(constants, *(columns[name] for name in law.inputs)))
 
@@ -277,7 +277,7 @@ def over(optima: list[Basin], quantity: Callable[[Any, Constants], Array]) -> tu
 
 
 def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5, pairs: float = 10.0) -> float:
-    """Estimate the correlation of residuals of one trunk; the prior `expected` counts like `pairs` pairs of runs."""
+    """Estimate the correlation of two residuals in one trunk; the prior `expected` counts like `pairs` pairs."""
     _, member = by_group(trunk)
     sums, squares = np.bincount(member, residuals), np.bincount(member, residuals**2)
     counts = np.bincount(member)
@@ -309,10 +309,7 @@ class Candidates:
         return len(self.flops)
 
     def extra(self, chosen: list[int]) -> Array:
-        """Return the FLOPs that each candidate adds to the batch `chosen`, (k,).
-
-        Runs of one trunk branch from the longest.
-        """
+        """Return the FLOPs that each candidate adds to the batch `chosen`, (k,)."""
         cost = self.flops.copy()
         for trunk, longest in self._longest(chosen).items():
             reach, mates = self.size[longest], (self.flops > self.branch_flops) & (self.trunk == trunk)
@@ -359,8 +356,6 @@ class Design:
 
 
 class Buyer:
-    """A search for the best batch of candidates for a question."""
-
     def __init__(self, question: Question, pool: Candidates) -> None:
         self.pool, self.question = pool, question
         labels = question.labels(pool.trunk)
@@ -429,7 +424,6 @@ class Buyer:
         return chosen, beliefs
 
     def _exchange(self, chosen: list[int], beliefs: Beliefs, budget: float, max_size: int) -> list[int]:
-        """Improve a batch by replacing one run at a time (Fedorov's exchanges)."""
         for _ in range(PASSES):
             improved = False
             for place in range(len(chosen) - 1, -1, -1):

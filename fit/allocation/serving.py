@@ -31,8 +31,6 @@ WIDTH_PER_BLOCK = 128.0  # width over depth of a typical model (Kaplan et al. 20
 
 
 class _Checked:
-    """A dataclass that checks its numbers."""
-
     may_be_zero: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -100,14 +98,12 @@ class Pass:
 
 
 def decode(model: Served, device: Device, batch: ArrayLike, context: ArrayLike) -> Pass:
-    """Return the cost of the pass that writes one token per request after `context` tokens."""
     N, k, a, b, L = _broadcast(model, batch=batch, context=context)
     read = model.weight_bytes * N + b * model.cache_bytes * k * (L + 1.0)
     return _pass(device, b, b * (2.0 * N + 4.0 * a * L), read)
 
 
 def prefill(model: Served, device: Device, batch: ArrayLike, prompt: ArrayLike) -> Pass:
-    """Return the cost of the pass that reads `batch` prompts of `prompt` tokens."""
     N, k, a, b, L = _broadcast(model, batch=batch, prompt=prompt)
     moved = model.weight_bytes * N + b * model.cache_bytes * k * L
     return _pass(device, b * L, b * L * (2.0 * N + 2.0 * a * (L + 1.0)), moved)
@@ -181,7 +177,7 @@ def break_even(
 ) -> BreakEven:
     """Return the number n of served tokens after which base and variant took equal time: T + n d = T / K + n d'.
 
-    T is `training`, the seconds to train the base, and K is `multiplier`, T over those of the variant to equal loss; d
+    T is `training`, the seconds to train the base, K is `multiplier`, and the variant trains to equal loss in T / K; d
     and d' are the seconds per token of `base` and `variant`. With `ci`, the interval of K, n has a range.
     """
     low, saved, high = (base[i] - variant[2 - i] for i in range(3))

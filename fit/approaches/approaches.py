@@ -47,7 +47,6 @@ def fit_parametric(
 
 
 def law_intervals(law: Law | None) -> dict[str, Interval]:
-    """Return each constant's interval by name; empty without bootstrap draws."""
     return {} if law is None or law.draws_ is None else {name: law.interval(name) for name in law.names}
 
 
@@ -133,7 +132,6 @@ class Approach:
 
 
 def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None, bootstrap: int, seed: int) -> Approach:
-    """Fit a mixture of law forms to the runs; if that fails, the `Approach` holds the `reason`."""
     mixture = FormMixture(draws=min(bootstrap, DRAWS), seed=seed)
     groups = resampled_together(table.group, table.run_id, MOST_FREE)
     try:
@@ -233,7 +231,6 @@ def _of_power_law(key: str, title: str, sizes: PowerLaw | None, reason: str, **s
 
 
 def size_or_none(value: Any) -> float | None:
-    """Return a finite size above zero, else None."""
     return finite_or_none(value) if value > 0 else None
 
 

@@ -217,9 +217,9 @@ def _ahead(fitted: int, top: float, flops: Array, loss: Array, predicted: Array,
 def _tested(steps: list[dict[str, Any]], ahead: list[dict[str, Any]], mixed: bool) -> dict[str, Any] | None:
     """Summarise the predictions of all steps.
 
-    "ahead" has for each step the number of runs fitted, their largest FLOPs, the share of losses inside the intervals,
-    and each predicted run's relative error and its factor in FLOPs over the largest fitted run. "size_error" is the
-    root mean square error of each approach's best log N, over steps where all have one; "best" is the approach with the
+    "ahead" has an entry per step: for each predicted run the relative "error" and the "factor" of its FLOPs over
+    "flops", those of the largest run fitted; "inside" is the share of losses in the intervals. "size_error" is the root
+    mean square error of each approach's best log N, over steps where all have one; "best" is the approach with the
     lowest.
     """
     approaches = {key: name for key, name in PREDICTIONS.items() if any(step[name] for step in steps)}
@@ -265,6 +265,5 @@ def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, 
 
 
 def _logs(answers: dict[str, Array]) -> dict[str, Array]:
-    """Replace N and D/N in a result of `_answers` by their logarithms, and leave out the loss."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return {name: np.log(values) if name in SIZES else values for name, values in answers.items() if name != "loss"}

@@ -72,7 +72,6 @@ class Comparison:
     lifetime: BreakEven | None  # at the base's largest run, if all ran on one device
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, and the comparison in `sentences`, for JSON."""
         return dict(plain_json(asdict(self) | {"sentences": self.sentences}))
 
     @property
@@ -114,7 +113,7 @@ def compare(
     """Estimate how many times the FLOPs of `variant` the base needs for the same loss.
 
     `targets` are further budgets, in FLOPs of the base. Runs are paired by size and column `seed`. Raises InputError if
-    the sides share a run or differ in held-out text, or if one has fewer than two N or two D.
+    the sides share a run or differ in held-out text, or if either has fewer than two N or two D.
     """
     base, variant = as_table(base), as_table(variant)
     named = all("run_id" in runs.frame for runs in (base, variant))  # else ids are the numbers of rows
@@ -284,7 +283,7 @@ class _Joint:
             self.meat.append((members, (vectors * inverse) @ vectors.T, residual[members]))
 
     def estimate(self, value: Callable[[Array], float]) -> Estimated:
-        """Evaluate `value` at the fitted coordinates. Returns it, its standard error and degrees of freedom."""
+        """Evaluate a function of the coordinates at the fit. Returns its value, standard error, degrees of freedom."""
         center = value(self.at_)
         if self.rows.reason or not math.isfinite(center):
             return center, None, math.inf

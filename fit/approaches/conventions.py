@@ -42,7 +42,6 @@ class ConventionRow:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the convention, and each approach's results at the first target budget, for JSON."""
         shown = ("N", "D", "tokens_per_parameter", "loss", "N_ci", "tokens_per_parameter_ci")
         answers = {}
         for key, approach in self.approaches.items():
@@ -77,8 +76,8 @@ def by_convention(
 ) -> list[ConventionRow]:
     """Fit the approaches under every pair of a parameter count and a FLOP count of the table.
 
-    FLOPs are counted as 6ND and, if different, as in `flops_exact` or else in the table. The row with the table's N and
-    the FLOPs `own` (n,), by default the table's, is marked as own. Other arguments are as in `analyze`.
+    FLOPs are counted as 6ND and as in `flops_exact`, or without it as in the table if that differs. The row with the
+    table's N and the FLOPs `own` (n,), by default the table's, is marked `own`. Other arguments are as in `analyze`.
     """
     table = as_table(table)
     own = table.flops if own is None else own

@@ -230,7 +230,6 @@ def tokens_at(profile: IsoflopProfile, N: Array) -> Array:
 
 
 def vertex_variance(profiles: list[IsoflopProfile]) -> Array:
-    """Return the variance of each vertex's log N, from the quartiles of its bootstrap draws."""
     quartiles = np.array([np.nanpercentile(np.log(p.N_draws), [25, 75]) for p in profiles])  # type: ignore[arg-type]
     return (np.diff(quartiles, axis=1).ravel() / 1.349) ** 2 + 1e-12
 
@@ -241,8 +240,8 @@ class IsoflopProfiles:
     `noise` of a loss is "spread", the residual spread pooled over budgets, or a standard deviation in nats.
 
     After `fit`: profiles_ (by rising budget), labels_, budgets_, N_law_, D_law_ (None below 2 accepted vertices),
-    loss_law_ (None below 4), sigma_ (relative residual spread), freedom_ (its degrees of freedom), scatter_ (of log
-    vertices about N*(C), beyond their uncertainty).
+    loss_law_ (None below 4), sigma_ (relative residual spread), freedom_ (its degrees of freedom). After `bootstrap`,
+    or `fit` by "valley": scatter_ (of log vertices about N*(C), beyond their uncertainty).
     """
 
     N_law_: PowerLaw | None
@@ -378,7 +377,7 @@ class IsoflopProfiles:
 
 
 def plot_isoflop(profiles: IsoflopProfiles | Runs, ax: Any = None) -> Any:
-    """Plot isoFLOP profiles, of a table by "valley", with stars at accepted minima; other curves are dotted."""
+    """Plot isoFLOP profiles (a table is fitted by "valley") with stars at accepted minima; other curves are dotted."""
     fitted = profiles if isinstance(profiles, IsoflopProfiles) else IsoflopProfiles("valley").fit(profiles)
     return plot_profiles(fitted, ax)
 
@@ -416,7 +415,7 @@ def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tu
 
 
 def binned_levels(flops: Array, width: float) -> np.ndarray:
-    """Number the runs (n,) by bins of `width` decades of FLOPs, for tables without budgets."""
+    """Number the runs (n,) by bins of `width` decades of FLOPs."""
     log = np.log10(flops)
     return np.unique(np.floor((log - log.min()) / width).astype(int), return_inverse=True)[1].ravel()
 
@@ -436,6 +435,6 @@ def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
 
 
 def _precision(variance: Array, scatter: float) -> Array:
-    """Return weights of the vertices' log N, 1 / (variance + median variance + scatter^2), scaled to at most 1."""
+    """Return weights of the vertices' log N, scaled to at most 1."""
     weight = 1.0 / (variance + np.median(variance) + scatter**2)
     return np.asarray(weight / weight.max())

@@ -103,7 +103,7 @@ def by_recipe(
 
 
 def sentences(laws: Sequence[RecipeLaw]) -> list[str]:
-    """Return a paragraph on each recipe after the base: its comparison with the base, or why there is none."""
+    """Return a paragraph on each recipe except the base: its comparison, or why there is none."""
     return [
         " ".join(recipe.comparison.sentences)
         if recipe.comparison

@@ -1,7 +1,7 @@
 """One valley for all isoFLOP budgets: each budget has its floor, steepness and best size, and all share one shape.
 
-Under Chinchilla's law, with v = log N minus its best value, loss rises as (q e^(-p v) + p e^(q v)) / (p + q) - 1 with
-p = alpha and q = beta. No form holds far above the floor, so higher runs count less.
+Under Chinchilla's law, with v = log N minus its best value, loss rises as (q e^(-p v) + p e^(q v)) / (p + q) - 1 with p
+= alpha and q = beta. Higher runs count less, because no form holds far above the floor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS, FAR = 5, 12.0  # rounds of reweighting; largest |v|
 
 @dataclass(frozen=True)
 class Valley:
-    """A budget's curve: log floor, log steepness, best log(N / N0), their covariance; p and q of all budgets."""
+    """A budget's curve: log floor, log steepness, best log(N / N0), their covariance; all budgets share p and q."""
 
     floor: float
     steepness: float
@@ -90,6 +90,6 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
 
 
 def _rise(v: Any, p: Any, q: Any) -> Any:
-    """Return the rise of log loss above the floor at v = log(N / best N), for steepness 1 and exponents p, q."""
+    """Return the rise of log loss above the floor at v = log(N / best N), for steepness 1."""
     v = np.minimum(np.maximum(v, -FAR), FAR)
     return (q * np.exp(-p * v) + p * np.exp(q * v)) / (p + q) - 1.0

@@ -30,7 +30,7 @@ MILD = (
 
 
 def run_checks(a: Analysis) -> tuple[Warning, ...]:
-    """Return all warnings: approaches without an answer, faults of the fit and the table, and last mild limits."""
+    """Return all warnings: approaches without an answer, faults of the fit and the table, and, last, mild limits."""
     law, recipes, verdict = a.law, a.recipes, a.verdict
     warnings = [
         Warning(f"no_{item.key}", f"{item.title} has no answer: {item.reason.rstrip('.')}.")
@@ -151,7 +151,6 @@ def _exact(law: Law) -> Warnings:
 
 
 def _moved(law: Law, without: dict[str, float], C: float) -> str:
-    """Describe how the best D/N at C FLOPs and the exponents change from the law to constants `without` outliers."""
     best = [unlimited(law, constants, np.array(C), own_convention(law)) for constants in (law.constants_, without)]
     was, now = (amount(float(np.ravel(D / N)[0])) for N, D, _ in best)
     exponents = "".join(

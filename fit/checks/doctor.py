@@ -125,7 +125,6 @@ def _column(table: RunTable, role: str) -> str:
 
 
 def first_finite(*columns: Array) -> Array:
-    """Return each row's first value that is not NaN, (n,)."""
     return reduce(lambda first, other: np.where(np.isnan(first), other, first), columns)
 
 
@@ -191,7 +190,7 @@ def _loss_unit(t: RunTable) -> Iterator[str]:
 
 
 def _as_in_bits(t: RunTable) -> bool:
-    """Return whether losses are about 1/ln 2 times those of a published law; English in nats is at 0.88 to 1.22."""
+    """Return whether losses are about 1/ln 2 times a published law's (in nats, English is at 0.88 to 1.22)."""
     ordinary = (t.N >= 1e7) & (t.D >= 1e8)
     if ordinary.sum() < max(5, 0.5 * len(t)):
         return False
@@ -528,7 +527,6 @@ def repeated_data(t: RunTable) -> Warnings:
 
 
 def repeated(epochs: Array) -> Warnings:
-    """Warn if runs see their data more than MANY_EPOCHS times; `epochs` (n,), NaN where unknown."""
     many = epochs > MANY_EPOCHS
     if many.any():
         yield Warning(
@@ -760,7 +758,7 @@ def _provenance(t: RunTable) -> Warnings:
 def extrapolation(high: float, targets: Iterable[float], reach: float | None = None) -> Warnings:
     """Warn of targets (FLOPs) more than `reach` times beyond the largest run, of `high` FLOPs.
 
-    `reach` is the largest factor that a backtest tested; EXTRAPOLATION if None.
+    `reach` is the largest factor that a backtest tested; default EXTRAPOLATION.
     """
     far = [C for C in targets if (reach or EXTRAPOLATION) * high < C]
     distances = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)

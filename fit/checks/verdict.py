@@ -54,7 +54,7 @@ def clashes(approaches: Mapping[str, Approach], budgets: Sequence[float]) -> lis
 
 
 def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table: RunTable) -> Verdict:
-    """Judge whether the approaches agree: whether intervals of N* overlap at the largest run and every target."""
+    """Judge whether the approaches agree: their intervals of N* must overlap at the largest run and every target."""
     available = {key: approach for key, approach in approaches.items() if approach.available}
     if len(available) < 2:
         return Verdict(None, "Fewer than two approaches have an answer, so there is nothing to compare it with.")

@@ -87,14 +87,13 @@ def _gaps(name: str, long: dict[str, pd.DataFrame], cooled: pd.DataFrame) -> tup
 
 
 def _line(log_D: Array, gap: Array) -> tuple[float, float]:
-    """Fit gap = offset + slope log D, the slope with a prior of mean 0 and width SLOPE. Returns offset and slope."""
+    """Fit gap = offset + slope log D, the slope with a prior of mean 0 and width SLOPE."""
     x, spread = log_D - log_D.mean(), max(float(np.std(gap)), 1e-6)
     slope = float(x @ gap / (x @ x + (spread / SLOPE) ** 2))
     return float(gap.mean() - slope * log_D.mean()), slope
 
 
 def _left_out_error(log_D: Array, gap: Array) -> float:
-    """Return the root mean square error of gaps, each predicted by a line through the others."""
     if len(gap) < 2:
         return np.inf
     errors = []

@@ -1,8 +1,8 @@
 """`CurveLaw`: the loss after every step, for any schedule of the learning rate and any size.
 
-Fits minimise Huber's function of log loss. Errors come from leaving out whole runs or, with few runs, blocks as long as
-the correlation of residuals, from the last losses of left-out runs, and from the disagreement of the forms, weighted by
-the quality of their fits to the power of half the number of schedules.
+Fits minimise Huber's function of log loss. Intervals include the errors of constants (from leaving out runs or, with
+few runs, blocks as long as the correlation of residuals), of last losses of left-out runs, and of the form (the other
+forms' deviations, weighted by their quality of fit to the power of half the number of schedules).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CurveLaw:
         return float(loss[0]), float(low[0]), float(high[0])
 
     def best_schedule(self, steps: int, peak: float, N: float | None = None, warmup: int = 0) -> Array:
-        """Return the rates (steps,), rising to `peak` in `warmup` steps, of the lowest last loss (Luo et al. 2025)."""
+        """Return the rates (steps,) of lowest last loss that rise to `peak` in `warmup` steps (Luo et al. 2025)."""
         from scipy.optimize import minimize
 
         if not (steps > max(warmup, 0) + 1 and peak > 0):
@@ -296,6 +296,5 @@ def _blocks(part: slice, length: float) -> list[slice]:
 
 
 def _falls(lr: Array) -> bool:
-    """Return whether the rate falls from its maximum by more than the share SEEN."""
     peak = float(lr.max())
     return bool(lr[int(np.argmax(lr)) :].min() < peak * (1 - SEEN))

@@ -103,9 +103,9 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
 
 
 def _backtest(law: CurveLaw, run: Curve, part: slice, share: float) -> tuple[float, float] | None:
-    """Return a finished run's deviations from the law refitted without its steps after `share`: recent and last.
+    """Return a finished run's recent deviation from the law before a cut at `share` of its steps, and its last one.
 
-    Recent is before the cut. Returns None if no step is after it.
+    The law is refitted without the steps after the cut. Returns None if there are none.
     """
     _, slope, residual, _, _ = law._fit
     cut = int(np.searchsorted(run.steps, share * len(run.lr), side="right"))

@@ -1,7 +1,7 @@
 """Forms of a law of curves: L = E + F N^-a + A N^-b S^-alpha - B N^-c S^-d sum over drops of the rate of drop x kernel.
 
 S is the sum of rates; the papers have d = 0. Inside, rates are relative to the largest one, S to the largest sum and N
-to a reference; `paper` converts constants to the units of the papers.
+to a reference.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[st
 
 
 def _momentum(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
-    """Return each drop's kernel 1 - e^(-steps since / r) (Tissue et al. 2024); with `slopes` also the slope by r."""
+    """Return each drop's kernel 1 - e^(-steps since / r) (Tissue et al. 2024); see `_power`."""
     rest = np.exp(-d.steps / k["r"])
     return 1 - rest, {"r": -rest * d.steps / k["r"] ** 2} if slopes else {}
 
@@ -86,7 +86,7 @@ def form_named(name: str) -> Form:
 def declared(form: Form, sizes: int, has_drops: bool, fading: bool) -> dict[str, Constant]:
     """Return the constants of `form` that loss curves of `sizes` model sizes can determine.
 
-    `has_drops` adds those of drops of the learning rate, and `fading` with it d, by which a drop's gain changes in
+    `has_drops` adds the constants of learning-rate drops and, with `fading`, d, by which a drop's gain changes in
     training.
     """
     constants = dict(TREND)
@@ -131,8 +131,8 @@ def losses(form: Form, d: Design, k: dict[str, float], slopes: bool = False) -> 
 def paper(form: Form, k: dict[str, float], unit: float, horizon: float, reference: float) -> dict[str, float]:
     """Convert constants to the units of the papers.
 
-    They are given for rates over `unit`, sums of rates over `horizon` and N over `reference`. For "annealing" r becomes
-    lambda, and B the paper's C.
+    The given ones are for rates over `unit`, sums of rates over `horizon` and N over `reference`. For "annealing" r
+    becomes lambda, and B the paper's C.
     """
     converted = dict(k)
     converted["A"] *= (unit * horizon) ** k["alpha"] * reference ** k.get("b", 0.0)

@@ -95,7 +95,6 @@ class TaskVerdict:
         return not self.reason
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields in built-in types, without the law's data."""
         law = None
         if self.law:
             ci = {name: self.law.constant_interval(name) for name in self.law.names}

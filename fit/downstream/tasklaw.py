@@ -78,7 +78,7 @@ class TaskLaw(Estimator):
         chance: float | None = 0.0,
         final: ArrayLike | None = None,
     ) -> Self:
-        """Fit both steps, task loss and accuracy, to n rows, or to a table with these columns as N.
+        """Fit both steps, task loss and accuracy, to n rows, or to a table, passed as N, with these columns.
 
         Parameters
         ----------
@@ -228,7 +228,6 @@ class TaskLaw(Estimator):
         return f"acc = {say('floor')} + ({say('ceiling')} - {say('floor')}) / (1 + exp(-{u})), L = {first}"
 
     def constant_interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
-        """Return the interval of a constant of either step."""
         draws = self._bootstrapped()
         one_of("constant", name, self.names)
         return percentile_interval(draws[name], self.widened(level))
