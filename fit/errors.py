@@ -45,7 +45,6 @@ def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
 
 
 def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
-    """Return `values` checked as weights (points,), or ones for None."""
     if values is None:
         return np.ones(points)
     checked = _checked("weight", values, rows, "a finite number, zero or more", lambda v: v >= 0)

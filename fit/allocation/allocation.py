@@ -47,6 +47,7 @@ class Optimum:
     @property
     @np.errstate(divide="ignore", invalid="ignore")
     def ratio(self) -> Array:
+        """Return tokens per parameter, D / N."""
         return self.D / self.N
 
     @property
@@ -63,6 +64,7 @@ class Optimum:
 
     @property
     def intervals(self) -> Columns:
+        """Return every quantity's `interval` by name; empty without bootstrap draws."""
         return {name: self.interval(name) for name in self.draws}
 
     def rows(self) -> list[dict[str, str]]:

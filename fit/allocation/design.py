@@ -54,7 +54,7 @@ class Basin:
 
 
 def prior_widths(problem: Any) -> Array:
-    """Return the prior standard deviation (k,) of each coordinate of a fit: a quarter of its allowed range."""
+    """Return the prior standard deviation (k,) of each coordinate: a quarter of its allowed range."""
     span = problem.upper - problem.lower
     return np.where(np.isfinite(span), span, UNBOUNDED) / 4.0
 

@@ -87,7 +87,7 @@ class Approach:
 
     @property
     def intervals(self) -> dict[str, Any]:
-        """Return the weights of the mixture's forms and the kind of intervals, "mixture" or "noise", for JSON."""
+        """Return the weights of the mixture's forms and the kind of intervals ("mixture" or "noise"), for JSON."""
         forms = self.mixture.weights_ if self.mixture else {}
         return {"forms": forms, "intervals": "mixture" if forms else "noise"}
 

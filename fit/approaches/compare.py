@@ -72,6 +72,7 @@ class Comparison:
     lifetime: BreakEven | None  # at the base's largest run, if all ran on one device
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all fields and `sentences`, for JSON."""
         return dict(plain_json(asdict(self) | {"sentences": self.sentences}))
 
     @property

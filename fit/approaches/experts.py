@@ -22,7 +22,7 @@ class ExpertStudy:
 
     held_out: form -> root mean square error of log loss on the largest N_active and the most experts, fitted without
     them. sparsities: experts, leverage at the largest run's budget and its interval. answers: the best run of each
-    target, with any N_total and with at most that of the runs. load: the worst imbalance of any run.
+    target, with any N_total and with at most the runs' largest. load: the worst imbalance of any run.
     """
 
     reason: str = ""

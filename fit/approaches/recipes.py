@@ -40,6 +40,7 @@ class RecipeLaw:
         return decoding(self.table)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the law, its best N and loss, and the comparison, for JSON."""
         law, e = self.law, self.estimate
         return {
             "recipe": self.recipe,
@@ -61,7 +62,6 @@ class RecipeLaw:
 
 
 def kinds(runs: RunTable) -> str:
-    """Return what reports call groups of these runs: "variants" or "data recipes"."""
     return "variants" if "variant" in runs.frame else "data recipes"
 
 

@@ -1,7 +1,7 @@
 """One valley for all isoFLOP budgets: each budget has its floor, steepness and best size, and all share one shape.
 
-Under Chinchilla's law, with v = log N minus its best value, loss rises as (q e^(-p v) + p e^(q v)) / (p + q) - 1 with p
-= alpha and q = beta. Higher runs count less, because no form holds far above the floor.
+Under Chinchilla's law, with v = log N minus its best value, loss rises as (q e^(-p v) + p e^(q v)) / (p + q) - 1 with
+p = alpha and q = beta. Higher runs count less, because no form holds far above the floor.
 """
 
 from __future__ import annotations

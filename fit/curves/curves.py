@@ -98,7 +98,7 @@ def curves_of(table: pd.DataFrame, schedules: Mapping[Any, Any] | None = None) -
 
 
 def checked_schedule(lr: Any, what: str) -> Array:
-    """Return the rates of steps 1..T as a checked array; errors name `what`."""
+    """Check the rates of steps 1..T; errors name `what`."""
     try:
         lr = floats(lr)
     except (TypeError, ValueError):

@@ -63,7 +63,7 @@ def _power(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[st
 
 
 def _momentum(d: Design, k: dict[str, float], slopes: bool) -> tuple[Array, dict[str, Array]]:
-    """Return each drop's kernel 1 - e^(-steps since / r) (Tissue et al. 2024); see `_power`."""
+    """Return each drop's kernel 1 - e^(-steps since / r) (Tissue et al. 2024); `slopes` as in `_power`."""
     rest = np.exp(-d.steps / k["r"])
     return 1 - rest, {"r": -rest * d.steps / k["r"] ** 2} if slopes else {}
 

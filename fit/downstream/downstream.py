@@ -95,6 +95,7 @@ class TaskVerdict:
         return not self.reason
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all fields, without the law's data, for JSON."""
         law = None
         if self.law:
             ci = {name: self.law.constant_interval(name) for name in self.law.names}

@@ -228,6 +228,7 @@ class TaskLaw(Estimator):
         return f"acc = {say('floor')} + ({say('ceiling')} - {say('floor')}) / (1 + exp(-{u})), L = {first}"
 
     def constant_interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
+        """Return the interval of a constant of either step."""
         draws = self._bootstrapped()
         one_of("constant", name, self.names)
         return percentile_interval(draws[name], self.widened(level))
@@ -281,7 +282,6 @@ class _Curve:
         return {name: values[name] for name in LINKS[self.link]}
 
     def _terms(self, v: Mapping[str, Any]) -> list[Any]:
-        """Return the accuracy (n,) at coordinates v, as the only term for `LogSumTerms`."""
         height = v["ceiling"] - v["floor"] if self.link == "sigmoid" else 1.0
         return [v["floor"] + height * _shape(self.link, v["offset"] - np.exp(v["log_slope"]) * self.z)]
 
