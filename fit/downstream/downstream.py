@@ -238,7 +238,10 @@ def _scores(task: str, table: RunTable) -> _Scores:
 
 
 def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Find checkpoints of runs `at` after their first SKIPPED share of steps: rows of `table.frame`, and their runs."""
+    """Find the checkpoints of the runs with indices `at`, without those in the first share SKIPPED of a run's steps.
+
+    Returns the checkpoints' rows in `table.frame`, and the index of each one's run.
+    """
     frame = table.frame
     if not {"run_id", "final", "step"} <= set(frame.columns):
         return np.zeros(0, dtype=int), np.zeros(0, dtype=int)

@@ -350,7 +350,11 @@ class HyperparameterSurface(DesignedLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array) -> Problem:
-        """Return the `Problem`; coordinates: log k (at mean log inputs) and exponents per law, and q's coefficients."""
+        """Return the least-squares problem.
+
+        Its coordinates are, for the law of each setting, log k at the mean log inputs and the exponents, and then the
+        coefficients of the polynomial q.
+        """
         cell, weight = self._cells(), self.weight_
         share = weight / np.bincount(cell, weight)[cell]
         designs, middles = [], []

@@ -72,7 +72,7 @@ def claim(sweep: SweepDirectory) -> None:
 
 
 def adopt(sweep: SweepDirectory) -> int:
-    """Turn a copy into a separate sweep without jobs; plan its running and queued runs again. Returns their number."""
+    """Turn a copy into a sweep without jobs, its running and queued runs planned again. Returns the number of these."""
     check_links(sweep)
     for name in (LAUNCH, MEMORY):
         (sweep.path / "jobs" / name).unlink(missing_ok=True)

@@ -109,7 +109,7 @@ class SlurmBackend:
             print(f"{str(error).rpartition('; ')[0]}; the keeper tries again", flush=True)
 
     def start_keepers(self, count: int) -> None:
-        """Submit `count` keepers with different start times."""
+        """Submit `count` keepers, small jobs that restart lost runs and workers, with different start times."""
         shape = JobShape(0, 1, min(2.0, self.cluster.memory_gb), min(30, self.cluster.time_minutes))
         call = partial(keep, str(self.sweep.path.resolve()))
         now = slurm.controller_time()

@@ -57,7 +57,7 @@ def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
 
 
 def of_depth(base: ModelConfig) -> ModelConfig:
-    """Return the base model with the width closest to 4 depth^2, and heads to match."""
+    """Return the base model at its depth, with the width closest to 4 depth^2 and heads to match."""
     ideal = 4 * base.depth**2
     return shaped(base, min(widths(ideal + 256), key=lambda width: abs(width - ideal)), base.depth)
 

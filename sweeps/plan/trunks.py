@@ -125,7 +125,7 @@ def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig
 
 
 def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
-    """Return why a run cannot branch at step `begin`; `alike`: some longer run takes the same steps up to it."""
+    """Return why a run cannot branch at step `begin`. `alike`: another, longer run takes the same steps up to there."""
     schedule = run.schedule
     if alike:
         return "the possible trunk is past the step where they would begin, and has kept no checkpoint of it"

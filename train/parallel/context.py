@@ -49,9 +49,10 @@ def mean_over_parts(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def plain_pairs(cp: int, rank: int, source: int, piece: int) -> list[Pair]:
-    """Return one `Pair`: slices of this rank's queries and rank `source`'s keys for attention with only a causal mask.
+    """Return a list of one `Pair`: this rank's queries and the keys of rank `source` that they see under a causal mask.
 
-    In pieces of `piece` tokens it is 2 queries x 1 key, or 1 x 2, or with source = rank the causal triangle of 2 x 2.
+    Each rank has an early and a late piece of `piece` tokens. Both query pieces see the early piece of a lower source;
+    the late query piece sees both pieces of a higher one; on the same rank it is the causal triangle.
     """
     first, last, both = slice(0, piece), slice(piece, 2 * piece), slice(0, 2 * piece)
     return [(both, both, 0) if source == rank else (both, first, piece) if source < rank else (last, both, 2 * piece)]
