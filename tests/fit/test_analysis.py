@@ -164,7 +164,7 @@ def test_one_law_gives_one_answer_and_names_its_convention(tmp_path):
         [row] = [row for row in content["conventions"] if row["own"]]
         assert row["flops"] == convention
         assert row["approaches"]["parametric"]["N"] == pytest.approx(best.N[0], rel=1e-6)
-    assert "For 1e18 FLOPs (as the table counts)" in (tmp_path / "report.html").read_text()
+    assert "1e18 training FLOPs (as the table counts)" in (tmp_path / "report.html").read_text()
     assert repr(analysis.law.optimal(C)).startswith("C (as the table counts) = 1e18")
     assert abs(analysis.law.optimal(C).N[0] / analysis.law.optimal(C, convention="6nd").N[0] - 1) > 0.02
     with pytest.raises(fit.InputError, match="convention is 'exact'; choose one of table"):
