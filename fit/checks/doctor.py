@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from scipy.special import fdtrc
 
 from ..approaches.isoflop import METHODS, budget_levels
-from ..errors import Array, InputError, enough, floats, identifiable, positive
+from ..errors import SPREAD, Array, InputError, enough, floats, identifiable, positive
 from ..files import read_constants
 from ..formatting import count, scientific, times
 from ..table import Runs, RunTable, as_table
@@ -760,7 +760,7 @@ def extrapolation(high: float, targets: Iterable[float], reach: float | None = N
 
     `reach` is the largest factor that a backtest tested; default EXTRAPOLATION.
     """
-    far = [C for C in targets if (reach or EXTRAPOLATION) * high < C]
+    far = [C for C in targets if (reach or EXTRAPOLATION) * high * SPREAD < C]  # D is rounded to whole steps
     distances = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)
     if far and reach:
         yield Warning(
