@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 FEWSHOT_SEED = 1234  # lm-eval's default
 SEED = 0  # of the choice of items
-DEFAULT_LIMIT = 100  # items per task: an accuracy of 0.5 has a standard error of 0.05
 SUITES = Path(__file__).resolve().parents[2] / "conf" / "evaluate"  # the files that Hydra reads too
 
 
