@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,11 @@ def sweeps_in(folder: Path) -> Iterator[Callable[..., Sweep]]:
 
     yield make
     for sweep in sweeps:
-        if jobs := sweep.queue(EVERY):
-            slurm("scancel", *jobs)
-        until(lambda: not sweep.queue(EVERY), f"an empty queue for {sweep.name}")  # noqa: B023
+        until(partial(_cancel_jobs, sweep), f"an empty queue for {sweep.name}")
+
+
+def _cancel_jobs(sweep: Sweep) -> bool:
+    """Cancel a sweep's jobs. Returns True if there are none: those that end may still submit others."""
+    for job in (jobs := sweep.queue(EVERY)):
+        subprocess.run(["scancel", job], capture_output=True, timeout=60, check=False)  # it may have ended meanwhile
+    return not jobs

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from isoflop.bench import faults as suite
 from isoflop.sweeps.runs.directory import SweepDirectory
+from slurm_sweeps import DEADLINE
 from small_runs import set_state
 
 FAULTS = 6  # at most: a fast machine finishes training before the last one
@@ -58,7 +59,7 @@ def test_the_suite_reports_each_kind_of_damage(reference: SweepDirectory, tmp_pa
 def test_faults_cost_time_and_change_nothing(grid: list[str], reference: SweepDirectory) -> None:
     with suite.scratch(None) as (folder, disk):
         places = (reference, disk or folder, disk)
-        strikes, complaints, _ = suite.disturb(grid, *places, count=FAULTS, seed=0, patience=240.0, every=2.0)
+        strikes, complaints, _ = suite.disturb(grid, *places, count=FAULTS, seed=0, patience=DEADLINE, every=2.0)
         assert complaints == []
         assert strikes
         assert len({strike.kind for strike in strikes}) == len(strikes), "each has a different kind"
