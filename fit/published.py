@@ -275,7 +275,7 @@ def load_published(
     try:
         return pd.read_csv(path)
     except ValueError as error:  # an empty or a broken file, or one that is not text
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise InputError(
             f"{path} is not a readable CSV file ({reason}); delete it and load the data set again."
         ) from None

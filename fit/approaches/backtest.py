@@ -13,7 +13,7 @@ import numpy as np
 from ..allocation.allocation import compute_optimal, own_convention, unlimited
 from ..errors import Array, InputError, enough, identifiable
 from ..flops import FlopsPerToken
-from ..mixture.mixture import FormMixture
+from ..mixture.mixture import GAP, FormMixture
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
 from .approaches import Law, finite_or_none, size_or_none
@@ -55,7 +55,7 @@ def backtest(
             beyond = table.where(table.flops >= table.flops[test].min())
             runs, error, bias = _errors(refit, beyond).values()
             steps[-1] |= {"runs_beyond": runs, "loss_error_beyond": error, "loss_bias_beyond": bias}
-            if mixture is None:
+            if mixture is None and _grows(table.flops[train]):
                 tests.append(_by_law(refit, table.where(train), beyond, law.draws_ is not None))
         except InputError as error:
             reason = f"below {budgets[level]:.3g} FLOPs: {str(error).rstrip('.')}"
@@ -196,11 +196,11 @@ def _by_law(law: Law, cheap: RunTable, beyond: RunTable, resample: bool) -> dict
 
 
 def _by_mixture(mixture: FormMixture) -> list[dict[str, Any]]:
-    """Test, for each cut-off in FLOPs from the lowest, the mixture fitted below it on the runs above it."""
+    """Test, for each cut-off from the lowest with two budgets below it, the mixture fitted below on the runs above."""
     tests = []
     for k in reversed(range(len(mixture.cut_offs_))):
         cut, earlier = mixture.cut_offs_[k], mixture.before(k)
-        if earlier is not None:
+        if earlier is not None and _grows(mixture.data_["flops"][cut.fitted]):
             N, D, loss, flops = (mixture.data_[name][cut.tested] for name in ("N", "D", "loss", "flops"))
             predicted, *ends = earlier.forecast(N, D).to_numpy().T
             interval = ends if mixture.draws else None
@@ -241,6 +241,11 @@ def _tested(steps: list[dict[str, Any]], ahead: list[dict[str, Any]], mixed: boo
         "best": min(size_error, key=lambda key: size_error[key], default=None),
         "ahead": ahead,
     }
+
+
+def _grows(flops: Array) -> bool:
+    """Return whether runs show how losses fall with compute: those of one budget do not."""
+    return bool(flops.max() > GAP * (1.0 - 1e-4) * flops.min())  # a budget's runs end at whole steps
 
 
 def _profiles(runs: RunTable, like: IsoflopProfiles, budget: Array) -> IsoflopProfiles:

@@ -128,10 +128,11 @@ def _outliers(a: Analysis, law: Law) -> Warnings:
         NAMED,
     )
     many = outliers.rows.size > max(NAMED, MANY_OUTLIERS * n)
+    lie, them = ("lies", "it") if outliers.rows.size == 1 else ("lie", "them")
     yield Warning(
         "loss_outlier",
-        f"{outliers.rows.size} of {n} runs lie far from the law that the other runs follow to within about "
-        f"{outliers.scatter:.1%}: {shown}. Without them {_moved(law, outliers.constants, a.targets[0])}; "
+        f"{outliers.rows.size} of {n} runs {lie} far from the law that the other runs follow to within about "
+        f"{outliers.scatter:.1%}: {shown}. Without {them} {_moved(law, outliers.constants, a.targets[0])}; "
         + (
             "so many outliers have a common cause, such as divergence, repeated data or short runs, and the law does "
             "not describe them."

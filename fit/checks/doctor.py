@@ -18,7 +18,7 @@ from shlex import quote
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import fdtrc
+from scipy.special import fdtrc, stdtrit
 
 from ..approaches.isoflop import METHODS, budget_levels
 from ..errors import SPREAD, Array, InputError, enough, floats, identifiable, positive
@@ -36,6 +36,7 @@ ORDINARY = (0.2, 1e5)  # median tokens per parameter; chosen by hand
 UNEVEN_FLOPS = 1.5  # factor in FLOPs that N and D must explain; shapes of one size differ by less (chosen by hand)
 ABSURD = 100.0  # FLOPs this many times off 6ND are in another unit, not under another convention
 EMBEDDING_SHARE = 0.1
+CONCAVE = 0.975  # confidence with which log loss must be concave in log compute
 SAME_TOKENS = 1.02  # ratio of bytes per token; held-out sets of different lengths differ by less
 CONSTANT = ("constant", "const", "constant_with_warmup", "stable", "none", "false")
 STABLE_FIRST = ("wsd", "warmup_stable_decay", "trapezoid", "trapezoidal")
@@ -728,6 +729,28 @@ def _edges(t: RunTable) -> Warnings:
         )
 
 
+def early_regime(t: RunTable) -> Warnings:
+    """Warn if log loss is concave in log compute: sums of powers are convex, so no law here describes such runs."""
+    u = np.log(t.N * t.D) - np.log(t.N * t.D).mean()
+    v = np.log(t.N / t.D) - np.log(t.N / t.D).mean()
+    terms = np.stack([np.ones_like(u), v, v * v, u * v, u, u * u], 1)
+    free = len(t) - terms.shape[1]
+    if free < terms.shape[1] or np.linalg.matrix_rank(terms) < terms.shape[1]:
+        return
+    constants, *_ = np.linalg.lstsq(terms, np.log(t.loss), rcond=None)
+    error = np.std(np.log(t.loss) - terms @ constants) * np.sqrt(len(t) / free * np.linalg.inv(terms.T @ terms)[-1, -1])
+    slope, bend = constants[-2:]
+    if bend + stdtrit(free, CONCAVE) * error < 0:
+        ends = [(float(t.flops[row]), -slope - 2 * bend * u[row]) for row in (np.argmin(u), np.argmax(u))]
+        (low, first), (high, last) = ends
+        yield Warning(
+            "early_regime",
+            f"The losses fall ever faster with compute: as C^-{first:.2g} at {scientific(low)} FLOPs and as "
+            f"C^-{last:.2g} at {scientific(high)}, where a law falls ever more slowly. Such runs are too early in "
+            "training, and forecasts from them are too high; leave out the smallest budgets, or add larger ones.",
+        )
+
+
 def narrow_span(t: RunTable) -> Warnings:
     span = float(t.flops.max()) / float(t.flops.min())
     if span < 10:
@@ -798,6 +821,7 @@ CHECKS = (
     few_runs,
     few_sizes,
     _edges,
+    early_regime,
     narrow_span,
     flop_convention,
     _provenance,

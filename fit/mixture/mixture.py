@@ -273,7 +273,8 @@ class FormMixture:
         for name, member in usable.items():
             constants = {key: values[k : k + 1] for key, values in member.rolled.items()}
             residual = np.log(data["loss"]) - member.log_losses(constants, data["N"], data["D"])[:, 0]
-            scale = np.sqrt(np.sum(residual**2) / max(independent - member.law.problem_.free, 1))
+            precision = member.law.weight_[rows] * member.law._precision[rows]
+            scale = np.sqrt(np.sum(precision * residual**2) / max(independent - member.law.problem_.free, 1))
             draws = member.law.nearby(member.theta[k], rows, scale * noise)
             rolled = {key: values[k + 1 :][with_tests] for key, values in member.rolled.items()}
             members[name] = Member(member.law, constants, draws, rolled, member.theta[k + 1 :][with_tests])

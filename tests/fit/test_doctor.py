@@ -124,6 +124,12 @@ def edges(keep):
     return lambda: healthy(sizes=14).query(keep)
 
 
+def accelerating():
+    """Return runs whose losses fall ever faster with compute."""
+    t = bare()
+    return t.assign(loss=t.loss * np.exp(-0.01 * np.log(6.0 * t.N * t.D / 3e18) ** 2))
+
+
 FAULTS = [
     ("units", changed("N", lambda t: t.N / 1e6, table=bare)),
     ("units", changed("D", lambda t: t.D / 1e9, table=bare)),
@@ -170,6 +176,7 @@ FAULTS = [
     ("few_sizes", lambda: healthy(sizes=4)),
     ("edge_minimum", edges("N < 0.3 * N.groupby(budget).transform('max')")),
     ("edge_minimum", edges("N > 0.5 * N.groupby(budget).transform('mean')")),
+    ("early_regime", accelerating),
     ("narrow_span", lambda: healthy(budgets=(3e18, 1e19))),
     ("flop_convention", changed("flops", lambda t: t.flops * 1.4)),
     ("flops_inconsistent", changed("flops", lambda t: t.flops * 3, rows=slice(0, None, 2))),

@@ -50,6 +50,16 @@ def test_no_run_is_fitted_and_tested_in_one_hold_out():
     assert cut_offs(runs.N.to_numpy(), runs.D.to_numpy(), flops, labels) == []
 
 
+def test_weights_that_are_all_equal_change_no_interval_of_an_earlier_mixture():
+    runs = designed()
+    plain, weighted = (
+        FormMixture(["chinchilla"], draws=20).fit(runs.N, runs.D, runs.loss, weight=weight)
+        for weight in (None, np.full(len(runs), 9.0))
+    )
+    one, other = (mixture.before(0).forecast([1e10], [2e11]) for mixture in (plain, weighted))
+    np.testing.assert_allclose(one, other, rtol=1e-6)  # two fits of one objective agree to about 1e-8
+
+
 @pytest.mark.slow
 def test_weights_are_inverse_squared_rolling_errors():
     runs, names = designed(), ["kaplan", "chinchilla, tied"]
