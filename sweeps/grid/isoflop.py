@@ -18,6 +18,7 @@ from . import architectures
 from .base import GridConfig, fit_notes, unique_tokens
 from .tuning import Tuner
 
+LEAST_PROBED = 1e11  # FLOPs of the smallest budget that a probe gives: less is too early in training for a law
 EXPECTED_FLOPS = 2.5e11  # at which grid.expected_N is the best size
 EXPECTED_EXPONENT = 0.55  # best N ~ C^0.55; 0.46 to 0.50 in Hoffmann et al. 2022, 0.73 in Kaplan et al. 2020
 TRIES = 80  # budgets tried above and below, ten per decade
@@ -40,7 +41,10 @@ class IsoflopGrid(GridConfig):
 
     def fill_budgets(self, budgets: list[float] | None, probed: Callable[[], list[float]]) -> None:
         if self.budgets is None:
-            self.budgets = probed() if budgets is None else budgets
+            if budgets is None:
+                budgets = probed()
+                budgets = [budget * max(1.0, LEAST_PROBED / min(budgets)) for budget in budgets]
+            self.budgets = budgets
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterable[RunConfig]:
         return self.isoflop_runs(base, tuner)

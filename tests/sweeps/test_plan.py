@@ -128,6 +128,18 @@ def test_two_probes_that_differ_a_little_plan_the_same_grid() -> None:
     assert budgets == rates.probed_budgets(1.25e11, 2, 4.5, 96.0) == rates.probed_budgets(2.0e11, 2, 4.5, 96.0)
 
 
+@pytest.mark.parametrize(("probed", "smallest"), [([5e10, 1e11], 1e11), ([2e11, 4e11], 2e11)])
+def test_a_slow_machine_does_not_plan_runs_too_early_in_training(probed: list[float], smallest: float) -> None:
+    points = IsoflopGrid()
+    points.fill_budgets(None, lambda: probed)
+    assert points.budgets == [smallest, 2 * smallest]
+    points.fill_budgets(None, lambda: [1.0])
+    assert points.budgets == [smallest, 2 * smallest]
+    points = IsoflopGrid()
+    points.fill_budgets([1e10], lambda: probed)
+    assert points.budgets == [1e10], "the user's own"
+
+
 def test_numbers_and_durations_are_short() -> None:
     assert [short(value) for value in (950, 4952, 15_000, 2.1e6)] == ["950", "4.95k", "15k", "2.1M"]
     assert [short(value) for value in (7e10, 1.4e12)] == ["70B", "1.4T"]
