@@ -36,7 +36,8 @@ ORDINARY = (0.2, 1e5)  # median tokens per parameter; chosen by hand
 UNEVEN_FLOPS = 1.5  # factor in FLOPs that N and D must explain; shapes of one size differ by less (chosen by hand)
 ABSURD = 100.0  # FLOPs this many times off 6ND are in another unit, not under another convention
 EMBEDDING_SHARE = 0.1
-CONCAVE = 0.975  # confidence with which log loss must be concave in log compute
+# Log loss is concave in log compute if it is so with this confidence, and the exponent grows by this much at least.
+CONCAVE, GROWN = 0.975, 0.01
 SAME_TOKENS = 1.02  # ratio of bytes per token; held-out sets of different lengths differ by less
 CONSTANT = ("constant", "const", "constant_with_warmup", "stable", "none", "false")
 STABLE_FIRST = ("wsd", "warmup_stable_decay", "trapezoid", "trapezoidal")
@@ -740,9 +741,10 @@ def early_regime(t: RunTable) -> Warnings:
     constants, *_ = np.linalg.lstsq(terms, np.log(t.loss), rcond=None)
     error = np.std(np.log(t.loss) - terms @ constants) * np.sqrt(len(t) / free * np.linalg.inv(terms.T @ terms)[-1, -1])
     slope, bend = constants[-2:]
-    if bend + stdtrit(free, CONCAVE) * error < 0:
-        ends = [(float(t.flops[row]), -slope - 2 * bend * u[row]) for row in (np.argmin(u), np.argmax(u))]
-        (low, first), (high, last) = ends
+    row_low, row_high = np.argmin(u), np.argmax(u)
+    first, last = -slope - 2 * bend * u[row_low], -slope - 2 * bend * u[row_high]
+    if bend + stdtrit(free, CONCAVE) * error < 0 and last - first > GROWN:
+        low, high = float(t.flops[row_low]), float(t.flops[row_high])
         yield Warning(
             "early_regime",
             f"The losses fall ever faster with compute: as C^-{first:.2g} at {scientific(low)} FLOPs and as "
