@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +74,16 @@ class Sweep:
     def wait(self) -> None:
         until(lambda: not self.queue(EVERY), f"an empty queue for {self.name}")
 
+    def cancel_jobs(self, kind: str = EVERY) -> None:
+        """Cancel jobs until none is in the queue, because a job that ends may have submitted others."""
+
+        def none_is_left() -> bool:
+            if jobs := self.queue(kind):
+                subprocess.run(["scancel", *jobs], capture_output=True, timeout=60, check=False)  # some may have ended
+            return not jobs
+
+        until(none_is_left, f"an empty queue for {self.name}")
+
     def losses(self) -> dict[str, float]:
         return {name: run.summary()["val_loss"] for name, run in self.runs().items()}
 
@@ -115,11 +124,4 @@ def sweeps_in(folder: Path) -> Iterator[Callable[..., Sweep]]:
 
     yield make
     for sweep in sweeps:
-        until(partial(_cancel_jobs, sweep), f"an empty queue for {sweep.name}")
-
-
-def _cancel_jobs(sweep: Sweep) -> bool:
-    """Cancel a sweep's jobs. Returns True if there are none: those that end may still submit others."""
-    for job in (jobs := sweep.queue(EVERY)):
-        subprocess.run(["scancel", job], capture_output=True, timeout=60, check=False)  # it may have ended meanwhile
-    return not jobs
+        sweep.cancel_jobs()

@@ -55,7 +55,7 @@ def backtest(
             beyond = table.where(table.flops >= table.flops[test].min())
             runs, error, bias = _errors(refit, beyond).values()
             steps[-1] |= {"runs_beyond": runs, "loss_error_beyond": error, "loss_bias_beyond": bias}
-            if mixture is None and _grows(table.flops[train]):
+            if mixture is None and _spans_budgets(table.flops[train]):
                 tests.append(_by_law(refit, table.where(train), beyond, law.draws_ is not None))
         except InputError as error:
             reason = f"below {budgets[level]:.3g} FLOPs: {str(error).rstrip('.')}"
@@ -196,11 +196,12 @@ def _by_law(law: Law, cheap: RunTable, beyond: RunTable, resample: bool) -> dict
 
 
 def _by_mixture(mixture: FormMixture) -> list[dict[str, Any]]:
-    """Test, for each cut-off from the lowest with two budgets below it, the mixture fitted below on the runs above."""
+    """Test the mixture fitted below each cut-off on the runs above it, from the lowest cut-off with two budgets."""
     tests = []
     for k in reversed(range(len(mixture.cut_offs_))):
-        cut, earlier = mixture.cut_offs_[k], mixture.before(k)
-        if earlier is not None and _grows(mixture.data_["flops"][cut.fitted]):
+        cut = mixture.cut_offs_[k]
+        earlier = mixture.before(k) if _spans_budgets(mixture.data_["flops"][cut.fitted]) else None
+        if earlier is not None:
             N, D, loss, flops = (mixture.data_[name][cut.tested] for name in ("N", "D", "loss", "flops"))
             predicted, *ends = earlier.forecast(N, D).to_numpy().T
             interval = ends if mixture.draws else None
@@ -243,8 +244,8 @@ def _tested(steps: list[dict[str, Any]], ahead: list[dict[str, Any]], mixed: boo
     }
 
 
-def _grows(flops: Array) -> bool:
-    """Return whether runs show how losses fall with compute: those of one budget do not."""
+def _spans_budgets(flops: Array) -> bool:
+    """Return whether runs span a factor of compute; runs of one budget do not show how losses fall with it."""
     return bool(flops.max() > GAP * (1.0 - 1e-4) * flops.min())  # a budget's runs end at whole steps
 
 

@@ -732,13 +732,12 @@ def _edges(t: RunTable) -> Warnings:
 
 def early_regime(t: RunTable) -> Warnings:
     """Warn if log loss is concave in log compute: sums of powers are convex, so no law here describes such runs."""
-    u = np.log(t.N * t.D) - np.log(t.N * t.D).mean()
-    v = np.log(t.N / t.D) - np.log(t.N / t.D).mean()
+    u, v = (column - column.mean() for column in (np.log(t.N * t.D), np.log(t.N / t.D)))
     terms = np.stack([np.ones_like(u), v, v * v, u * v, u, u * u], 1)
     free = len(t) - terms.shape[1]
-    if free < terms.shape[1] or np.linalg.matrix_rank(terms) < terms.shape[1]:
+    constants, _, rank, _ = np.linalg.lstsq(terms, np.log(t.loss), rcond=None)
+    if free < terms.shape[1] or rank < terms.shape[1]:
         return
-    constants, *_ = np.linalg.lstsq(terms, np.log(t.loss), rcond=None)
     error = np.std(np.log(t.loss) - terms @ constants) * np.sqrt(len(t) / free * np.linalg.inv(terms.T @ terms)[-1, -1])
     slope, bend = constants[-2:]
     row_low, row_high = np.argmin(u), np.argmax(u)

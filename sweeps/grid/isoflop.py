@@ -43,7 +43,8 @@ class IsoflopGrid(GridConfig):
         if self.budgets is None:
             if budgets is None:
                 budgets = probed()
-                budgets = [budget * max(1.0, LEAST_PROBED / min(budgets)) for budget in budgets]
+                factor = max(1.0, LEAST_PROBED / min(budgets))
+                budgets = [factor * budget for budget in budgets]
             self.budgets = budgets
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterable[RunConfig]:

@@ -93,13 +93,7 @@ def test_a_sweep_without_keepers_says_so_and_retry_brings_them_back(sweep: Calla
     unattended.submit(*LONG, *KEEPER_OPTIONS, "tokens=4_500_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
     command = ["-m", "isoflop.sweeps.cli.main"]
     isoflop(*command, "doctor", str(unattended.path))
-
-    def no_keeper_is_queued() -> bool:
-        if keepers := unattended.queue("keeper"):
-            slurm("scancel", *keepers)  # a running keeper may have submitted another one
-        return not keepers
-
-    until(no_keeper_is_queued, "a queue without keepers")
+    unattended.cancel_jobs("keeper")
     output = isoflop(*command, "doctor", str(unattended.path), code=1)
     assert "this sweep has no keeper job in SLURM's queue, so nothing restarts its workers (isoflop retry" in output
     assert "this sweep has no keeper job" in isoflop(*command, "status", str(unattended.path))

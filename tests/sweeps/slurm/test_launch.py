@@ -104,8 +104,7 @@ def test_launchers_that_are_killed_at_random_times_submit_no_worker_twice(sweep:
     for _ in range(30):  # a launcher may end before it is killed
         if killed == 4:
             break
-        slurm("scancel", *held_sweep.queue(EVERY))
-        until(lambda: not held_sweep.queue(EVERY), "an empty queue")
+        held_sweep.cancel_jobs()
         if usual_seconds:
             process = launched(directory)
             time.sleep(usual_seconds * rng.random())

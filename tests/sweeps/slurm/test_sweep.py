@@ -18,7 +18,7 @@ import pytest
 from isoflop.evaluate.tasks.staging import benchmarks_directory, is_staged
 from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.train.files import read_json, read_json_lines
-from slurm_sweeps import EVERY, LONG, ROOT, Sweep, process_of, slurm, sweeps_in, until
+from slurm_sweeps import LONG, ROOT, Sweep, process_of, slurm, sweeps_in, until
 
 pytestmark = pytest.mark.slurm
 
@@ -187,13 +187,7 @@ def test_a_worker_that_is_cancelled_in_slurm_cancels_no_run(sweep: Callable[...,
     grid = [*LONG, "tokens=1_000_000_000", "grid.axes={seed: [0, 1]}", "cluster.array_parallelism=1"]
     stopped_sweep.submit(*grid)
     until(lambda: any(run.last_metrics() for run in stopped_sweep.runs().values()), "a first step")
-
-    def queue_is_empty() -> bool:
-        if jobs := stopped_sweep.queue(EVERY):
-            slurm("scancel", *jobs)  # a running keeper may have submitted another one
-        return not jobs
-
-    until(queue_is_empty, "an empty queue")
+    stopped_sweep.cancel_jobs()
     assert stopped_sweep.states() == ["preempted", "queued"], stopped_sweep.job_logs()
     (trained,) = [run for run in stopped_sweep.runs().values() if run.state().state == "preempted"]
     assert "signal SIGTERM; stopped at step" in (trained.state().reason or "")
