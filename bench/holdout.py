@@ -22,7 +22,8 @@ import numpy as np
 import pandas as pd
 
 from .. import fit
-from ..fit.mixture.mixture import FormMixture, Prior
+from ..fit.forecasting.forecaster import Prior
+from ..fit.forecasting.mixture import FormMixture
 
 Constants = tuple[float, float, float]  # rate, drift, disagreement
 FACTORS, LEVELS = (3, 10, 30, 100, 300), 6

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from .downstream.tasklaw import TaskLaw
     from .errors import InputError
     from .flops import FlopsPerToken
+    from .forecasting.forecaster import Forecaster
+    from .forecasting.mixture import FormMixture, forecast
     from .hyperparameters.cells import cell_optima, read_sweep
     from .hyperparameters.hyperparameters import CellOptimum, CriticalBatchLaw, HyperparameterLaw, tokens_to_loss
     from .hyperparameters.settings_surface import HyperparameterSurface
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
     from .laws.persistence import read_law
     from .laws.powerlaw import PowerLaw
     from .laws.repetition import RepetitionLaw
-    from .mixture.mixture import FormMixture, forecast
     from .plots import (
         plot_allocation,
         plot_backtest,

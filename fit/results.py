@@ -21,9 +21,9 @@ from .downstream.downstream import TaskVerdict
 from .errors import InputError, one_of, positive
 from .files import read_document
 from .flops import CONVENTIONS, FlopsPerToken, convention_name, flops_per_token
+from .forecasting.mixture import FormMixture, SavedMixture
 from .formatting import INTERVALS, plain_json
 from .laws.persistence import read_law
-from .mixture.mixture import FormMixture, SavedMixture
 from .table import RunTable
 
 PREFERRED = ("parametric", "isoflop", "envelope")  # order of the approaches where none backtests best

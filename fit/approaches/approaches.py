@@ -13,10 +13,11 @@ import numpy as np
 from ..allocation.allocation import compute_optimal
 from ..errors import Array, Columns, InputError
 from ..flops import convention_name, flops_per_token
+from ..forecasting.forecaster import DRAWS
+from ..forecasting.mixture import FormMixture
 from ..laws.law import LossLaw
 from ..laws.powerlaw import PowerLaw
 from ..laws.registry import law_class
-from ..mixture.mixture import DRAWS, FormMixture
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
 from .envelope import Envelope

@@ -13,7 +13,8 @@ import numpy as np
 from ..allocation.allocation import compute_optimal, own_convention, unlimited
 from ..errors import Array, InputError, enough, identifiable
 from ..flops import FlopsPerToken
-from ..mixture.mixture import GAP, FormMixture
+from ..forecasting.forecaster import GAP
+from ..forecasting.mixture import FormMixture
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
 from .approaches import Law, finite_or_none, size_or_none
@@ -200,12 +201,13 @@ def _by_mixture(mixture: FormMixture) -> list[dict[str, Any]]:
     tests = []
     for k in reversed(range(len(mixture.cut_offs_))):
         cut = mixture.cut_offs_[k]
-        earlier = mixture.before(k) if _spans_budgets(mixture.data_["flops"][cut.fitted]) else None
+        earlier = mixture.before(k) if _spans_budgets(mixture.reach_[cut.fitted]) else None
         if earlier is not None:
-            N, D, loss, flops = (mixture.data_[name][cut.tested] for name in ("N", "D", "loss", "flops"))
+            N, D, loss = (mixture.data_[name][cut.tested] for name in ("N", "D", "loss"))
             predicted, *ends = earlier.forecast(N, D).to_numpy().T
             interval = ends if mixture.draws else None
-            tests.append(_ahead(int(cut.fitted.sum()), cut.flops, flops, loss, predicted, interval))
+            flops = mixture.reach_[cut.tested]
+            tests.append(_ahead(int(cut.fitted.sum()), cut.reach, flops, loss, predicted, interval))
     return tests
 
 

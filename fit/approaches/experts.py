@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ..errors import SPREAD, Array, Columns, InputError, positive
+from ..errors import SPREAD, Columns, InputError, positive
+from ..forecasting.forecaster import Forecaster
 from ..laws.experts import ExpertLaw
 from ..table import RunTable
 from ..uncertainty import percentile_intervals, resampled_together
 
 LOADS = ("load_max", "dead_experts")
+DRAWS = 100  # resamples of every form; their standard deviation needs fewer than the ends of the law's intervals
 ACTIVE = 0.99  # a model is dense from this share of active parameters
 
 
@@ -20,9 +22,10 @@ ACTIVE = 0.99  # a model is dense from this share of active parameters
 class ExpertStudy:
     """The results on experts of one table; `reason` is why no law was fitted.
 
-    held_out: form -> root mean square error of log loss on the largest N_active and the most experts, fitted without
-    them. sparsities: experts, leverage at the largest run's budget and its interval. answers: the best run of each
-    target, with any N_total and with at most the runs' largest. load: the worst imbalance of any run.
+    law: the form that predicted held-out larger runs best; held_out: form -> root mean square error of its log losses
+    there. sparsities: experts, leverage at the largest run's budget and its interval. answers: the best run of each
+    target by the law, with any N_total and with at most the runs' largest, and its loss by all forms. load: the worst
+    imbalance of any run.
     """
 
     reason: str = ""
@@ -53,12 +56,6 @@ def expert_columns(runs: RunTable) -> Columns:
     return {**checked, "D": runs.D, "loss": runs.loss}
 
 
-def held_out(law: ExpertLaw, columns: Columns, out: np.ndarray) -> Array:
-    """Fit the law without the rows in mask `out`; return log(observed / predicted loss) of these rows."""
-    law.fit(*(columns[name][~out] for name in (*law.inputs, "loss")))
-    return np.log(columns["loss"][out]) - np.log(law.predict(*(columns[name][out] for name in law.inputs)))
-
-
 def by_experts(runs: RunTable, targets: tuple[float, ...], bootstrap: int = 0, seed: int = 0) -> ExpertStudy | None:
     """Fit laws of mixtures of experts, with answers at `targets` FLOPs; return None if all runs are dense."""
     if not (runs.column("N_active") < ACTIVE * runs.column("N_total")).any():
@@ -78,14 +75,15 @@ def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int
         )
     share = float(np.median((c["N_total"] / c["N_active"] - 1.0)[sparse] / (c["experts"][sparse] - 1.0)))
     tokens = float(np.median(c["D"])) if c["D"].max() < SPREAD * c["D"].min() else None
-    last = [c[name] > c[name].max() / SPREAD for name in ("N_active", "experts")]
-    laws = [ExpertLaw(form, tokens, share) for form in ("abnar", "ludziejewski", *(["clark"] if tokens else []))]
-    laws = [law for law in laws if len(law.names) < min((~out).sum() for out in last)] or laws[:1]
-    errors = {law.form: float(np.sqrt(np.mean([np.mean(held_out(law, c, out) ** 2) for out in last]))) for law in laws}
-    law = min(laws, key=lambda law: errors[law.form])
-    law.fit(*(c[name] for name in (*law.inputs, "loss")))
-    if bootstrap:
-        law.bootstrap(bootstrap, resampled_together(runs.group, runs.run_id, law.problem_.free), seed)
+    laws = {form: ExpertLaw(form, tokens, share) for form in ("abnar", "ludziejewski", *(["clark"] if tokens else []))}
+    groups = resampled_together(runs.group, runs.run_id, max(len(law.names) for law in laws.values()))
+    forecaster = Forecaster(laws, draws=min(bootstrap, DRAWS), seed=seed)
+    columns = {name: c[name] for name in (*forecaster.inputs, "loss")}
+    forecaster.fit(**columns, weight=runs.weight, groups=groups)
+    law = forecaster.laws_[max(forecaster.weights_, key=lambda form: forecaster.weights_[form])]
+    assert isinstance(law, ExpertLaw)
+    if bootstrap > DRAWS:
+        law.bootstrap(bootstrap, groups, seed)
     C, answers = float((6.0 * c["N_active"] * c["D"]).max()), []
     leverage, ends = law.leverage(C, numbers).tolist(), [None] * len(numbers)
     if law.draws_ is not None:
@@ -93,7 +91,12 @@ def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int
     rows = [{"experts": E, "leverage": k, "ci": ci} for E, k, ci in zip(numbers.tolist(), leverage, ends, strict=True)]
     for max_total in (None, float(c["N_total"].max())):
         best = law.optimal(targets, max_total)
+        at = {"N_active": best.N, "D": best.D, **best.more}
+        at = {name: at[name] for name in forecaster.inputs}
+        draws = best.draws and {**best.draws, "loss": forecaster.quantiles(**at)}
+        best = replace(best, loss=forecaster.predict(**at), draws=draws)
         edge = (best.more["experts"] / numbers.max() > 0.999).tolist()
-        answers += [row | {"most": max_total, "edge": at} for row, at in zip(best.rows(), edge, strict=True)]
-    load = {name: v.max() for name in LOADS if len(v := runs.column(name)[np.isfinite(runs.column(name)) & sparse])}
-    return ExpertStudy("", law, errors, rows, answers, {name: float(worst) for name, worst in load.items()}, c)
+        answers += [row | {"most": max_total, "edge": on} for row, on in zip(best.rows(), edge, strict=True)]
+    load = {name: runs.column(name)[np.isfinite(runs.column(name)) & sparse] for name in LOADS}
+    worst = {name: float(values.max()) for name, values in load.items() if len(values)}
+    return ExpertStudy("", law, forecaster.errors_, rows, answers, worst, c)

@@ -186,7 +186,7 @@ class Estimator:
         return Tags("regressor", output, regressor_tags=RegressorTags(), input_tags=inputs)
 
     def _fitted(self) -> None:
-        if not hasattr(self, "constants_"):
+        if not self.__sklearn_is_fitted__():
             columns = ", ".join((*self.inputs, self.output))
             raise InputError(f"this {type(self).__name__} is not fitted; call fit({columns}) first.")
 

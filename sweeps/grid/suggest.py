@@ -29,8 +29,8 @@ from .tuning import Tuner, whole_steps
 
 if TYPE_CHECKING:
     from ...fit.allocation.design import Design
+    from ...fit.forecasting.mixture import FormMixture
     from ...fit.laws.law import LossLaw
-    from ...fit.mixture.mixture import FormMixture
     from ...fit.table import RunTable
     from ..config import FitConfig, SweepConfig
 
@@ -196,7 +196,7 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
     """Fit the finished runs and predict the best loss and N at `target_flops`. Raises NothingToSuggest if it cannot."""
     from ...fit import FormMixture, InputError, read_table
     from ...fit.approaches.recipes import split
-    from ...fit.mixture.mixture import DRAWS
+    from ...fit.forecasting.forecaster import DRAWS
     from ...fit.uncertainty import resampled_together
 
     options = config.fit

@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
-from isoflop.fit.mixture.mixture import FormMixture, Prior, SavedMixture, cut_offs, family
+from isoflop.fit.forecasting.forecaster import Prior, cut_offs
+from isoflop.fit.forecasting.mixture import FormMixture, SavedMixture, family
 
 TRUTH = {"E": 1.8, "A": 480.0, "B": 2000.0, "alpha": 0.35, "beta": 0.37}
 
@@ -36,10 +37,10 @@ def mixture():
 def test_cut_offs_halve_the_compute_down_to_the_fewest_runs():
     runs = designed()
     flops = 6 * runs.N.to_numpy() * runs.D.to_numpy()
-    cuts = cut_offs(runs.N.to_numpy(), runs.D.to_numpy(), flops, np.arange(len(runs)).astype(str))
+    cuts = cut_offs({"N": runs.N.to_numpy(), "D": runs.D.to_numpy()}, flops, np.arange(len(runs)).astype(str))
     assert [cut.fitted.sum() for cut in cuts] == [30, 24, 18, 12, 6]
     assert all((cut.fitted ^ cut.tested).all() for cut in cuts)
-    assert all(flops[cut.tested].min() > 2 * cut.flops for cut in cuts)
+    assert all(flops[cut.tested].min() > 2 * cut.reach for cut in cuts)
     assert cuts[0].further == pytest.approx(np.full(6, 0.5 * np.log(10)))
 
 
@@ -47,7 +48,7 @@ def test_no_run_is_fitted_and_tested_in_one_hold_out():
     runs = designed()
     labels = np.tile(np.arange(6), 6).astype(str)  # a run per size rank, with a checkpoint at every budget
     flops = (6 * runs.N * runs.D).to_numpy()
-    assert cut_offs(runs.N.to_numpy(), runs.D.to_numpy(), flops, labels) == []
+    assert cut_offs({"N": runs.N.to_numpy(), "D": runs.D.to_numpy()}, flops, labels) == []
 
 
 def test_weights_that_are_all_equal_change_no_interval_of_an_earlier_mixture():
@@ -97,7 +98,8 @@ def test_one_form_without_priors_is_the_law_itself_and_its_bootstrap():
 def test_an_interval_grows_with_level_and_distance(mixture):
     N, D = np.array([1e9, 1e10, 1e12]), np.array([2e10, 2e11, 2e13])
     width = {key: np.log(forecast.high / forecast.low) for key, forecast in {
-        "run": mixture.forecast(N, D), "mean": mixture.forecast(N, D, kind="mean"), "half": mixture.forecast(N, D, 0.5),
+        "run": mixture.forecast(N, D), "mean": mixture.forecast(N, D, kind="mean"),
+        "half": mixture.forecast(N, D, level=0.5),
     }.items()}  # fmt: skip
     assert (width["run"] > width["mean"]).all()
     assert (width["run"] > width["half"]).all()
