@@ -22,6 +22,7 @@ from scipy.special import ndtri
 
 from ..errors import Array, Column, Columns, InputError, check_level, check_weights, floats, positive, same_length
 from ..files import read_constants
+from ..flops import FlopsPerToken, flops_per_token
 from ..laws.law import Estimator, Law
 from ..table import by_name
 from ..uncertainty import group_labels, numbered
@@ -158,12 +159,14 @@ class Forecaster(Estimator):
     laws
         Unfitted laws, by name or as a list; their inputs may differ.
     further : an input, or "flops"
-        What is extrapolated; "flops" are 6 N D, or with experts 6 N_active D.
+        What is extrapolated; "flops" are counted as by the table, else 6 N D, or with experts 6 N_active D.
     draws
         Resamples per law, 0 for no intervals.
     priors
         By default those of constants/forecast.yaml.
     """
+
+    flops_per_token_: FlopsPerToken | None = None  # as the fitted table counts them; None: 6N
 
     def __init__(
         self,
@@ -196,28 +199,31 @@ class Forecaster(Estimator):
         return f"{type(self).__name__} of {self.output}: {laws}{tests}"
 
     def fit(
-        self, *columns: Any, weight: Column = None, loss_se: Column = None, groups: Any = None, **named: Any
-    ) -> Self:
+        self, *columns: Any, weight: Column = None, loss_se: Column = None, flops: Column = None, groups: Any = None,
+        **named: Any,
+    ) -> Self:  # fmt: skip
         """Fit every law to n runs, to the runs up to each cut-off, and to resamples.
 
-        Columns of all `inputs`, then of `output`, are as in `Law.fit`. Rows of one group, such as checkpoints of a run
-        or branches of a trunk, are resampled and held out together. Raises InputError if no law can be fitted.
+        Columns of all `inputs`, then of `output`, and options are as in `Law.fit`; `flops` count for laws of N and D.
+        Rows of one group, such as checkpoints of a run or branches of a trunk, are resampled and held out together.
+        Raises InputError if no law can be fitted.
         """
-        data = by_name("fit", self.inputs, columns, named, (self.output,))
-        data = {name: positive(name, column) for name, column in data.items()}
-        return self._fit(data, self._reach(data), weight, loss_se, groups)
-
-    def _fit(self, data: Columns, reach: Array, weight: Column, loss_se: Column, groups: Any) -> Self:
-        weights = check_weights(weight, len(reach))
+        options = {"weight": weight, "loss_se": loss_se, "flops": flops, "groups": groups}
+        data, (weight, loss_se, flops, groups) = self._arguments(columns, named, options)
+        weights = check_weights(weight, len(data[self.output]))
         errors = {} if loss_se is None else {f"{self.output}_se": positive(f"{self.output}_se", loss_se)}
-        same_length(**data, weight=weights, **errors)
+        counted = {} if flops is None or {*self.inputs} != {"N", "D"} else {COMPUTE: positive(COMPUTE, flops)}
+        same_length(**data, weight=weights, **errors, **counted)
         used = weights > 0
         data, labels = {name: column[used] for name, column in data.items()}, group_labels(groups, len(weights))[used]
+        spent = counted[COMPUTE][used] if counted else None
+        self.flops_per_token_ = None if spent is None else flops_per_token(data["N"], data["D"], spent)
+        reach = self._reach(data) if spent is None or self.further != COMPUTE else spent
         laws, self.refused_ = dict[str, Law](), dict[str, str]()
         for name, law in self._named.items():
             try:
-                columns = [data[key] for key in (*law.inputs, law.output)]
-                fitted = law.clone().fit(*columns, weights[used], *(v[used] for v in errors.values()))
+                law_columns = (data[key] for key in (*law.inputs, law.output))
+                fitted = law.clone().fit(*law_columns, weights[used], *(v[used] for v in errors.values()))
                 if self.draws:
                     fitted.bootstrap(self.draws, groups=labels, seed=self.seed)
                 if not fitted.converged_ or (self.draws and not fitted.bootstrap_["resamples"]):
@@ -228,9 +234,9 @@ class Forecaster(Estimator):
         if not laws:
             raise InputError(next(iter(self.refused_.values())))
         least = max(LEAST_RUNS, *(law.problem_.free for law in laws.values()))
-        cuts = cut_offs({name: data[name] for name in self.inputs}, reach[used], labels, least)
+        cuts = cut_offs({name: data[name] for name in self.inputs}, reach, labels, least)
         members = {name: Member.of(law, cuts) for name, law in laws.items()}
-        return self._assemble(data, labels, reach[used], cuts, members)
+        return self._assemble(data, labels, reach, cuts, members)
 
     def _assemble(
         self, data: Columns, labels: np.ndarray, reach: Array, cuts: list[CutOff], members: dict[str, Member]
@@ -338,9 +344,11 @@ class Forecaster(Estimator):
         return np.maximum(np.log(self._reach(points) / self.ends_[1]), 0.0)
 
     def _reach(self, points: Columns) -> Array:
-        """Return what is extrapolated, (points,): an input, or 6 N D."""
+        """Return what is extrapolated, (points,): an input, or FLOPs."""
         if self.further != COMPUTE:
             return points[self.further]
+        if self.flops_per_token_ is not None:
+            return self.flops_per_token_(points["N"]) * points["D"]
         size = next((points[name] for name in SIZES if name in points), None)
         if size is None:
             raise InputError(f"further is {COMPUTE!r}, but no law has N; choose one of {', '.join(self.inputs)}.")

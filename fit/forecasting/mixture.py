@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import Curve, Optimum, own_convention, spending, unlimited
-from ..errors import Array, Column, Columns, InputError, check_weights, floats, positive, same_length
-from ..flops import FlopsPerToken, convention_name, flops_per_token
+from ..errors import Array, Columns, InputError, floats, positive
+from ..flops import FlopsPerToken, convention_name
 from ..formatting import plain_json
 from ..laws.law import LossLaw
 from ..laws.registry import law_class, loss_law
-from ..table import Runs, as_table
+from ..table import Runs
 from .forecaster import DRAWS, MAX_DEVIATION, NORMAL, Forecaster, Member, Members, Prior, Weights, half_width
 
 if TYPE_CHECKING:
@@ -74,8 +74,6 @@ class FormMixture(Forecaster):
     priors: a `Prior` for "loss" and one for "size", by default those of constants/forecast.yaml.
     """
 
-    flops_per_token_: FlopsPerToken | None = None
-
     def __init__(
         self,
         forms: Sequence[str | LossLaw] | None = None,
@@ -85,27 +83,6 @@ class FormMixture(Forecaster):
     ) -> None:
         super().__init__(family() if forms is None else _named(forms), draws=draws, seed=seed, priors=priors)
         self.forms = forms
-
-    def fit(  # type: ignore[override]
-        self,
-        N: Any,
-        D: Column = None,
-        loss: Column = None,
-        flops: Column = None,
-        groups: Any = None,
-        weight: Column = None,
-        loss_se: Column = None,
-    ) -> Self:
-        """Fit every form to n runs (columns or a table) as in `Forecaster.fit`; `flops` are by default 6ND."""
-        if D is None or loss is None:
-            runs = as_table(N)
-            return self.fit(runs.N, runs.D, runs.loss, **runs.options)
-        data = {"N": positive("N", N), "D": positive("D", D), "loss": positive("loss", loss)}
-        spent = 6.0 * data["N"] * data["D"] if flops is None else positive("flops", flops)
-        same_length(**data, flops=spent)
-        used = check_weights(weight, len(spent)) > 0
-        self.flops_per_token_ = flops_per_token(data["N"][used], data["D"][used], spent[used])
-        return self._fit(data, spent, weight, loss_se, groups)
 
     def weigh(self, priors: Mapping[str, Prior]) -> Self:
         moves = [*self._size_moves().T[:, :, None]]
@@ -216,9 +193,6 @@ class FormMixture(Forecaster):
         return a, a - wide, a + wide
 
     # Parts of the answers.
-
-    def _reach(self, points: Columns) -> Array:
-        return spending(own_convention(self))(points["N"]) * points["D"]
 
     def _log_sizes(self, members: Members, C: Array, count: float | Curve) -> Array:
         """Return the log best N of all forms for C FLOPs, (forms, targets, r), for r values of constants in `members`.

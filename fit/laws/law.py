@@ -185,6 +185,21 @@ class Estimator:
         output, inputs = TargetTags(required=True, positive_only=True), InputTags(positive_only=True)
         return Tags("regressor", output, regressor_tags=RegressorTags(), input_tags=inputs)
 
+    def _arguments(
+        self, columns: tuple[Any, ...], named: Mapping[str, Any], options: dict[str, Any]
+    ) -> tuple[Columns, list[Any]]:
+        """Return the columns that `fit` was given, and the values of its `options`, also from a table."""
+        names, columns = (*self.inputs, self.output), tuple(column for column in columns if column is not None)
+        if len(columns) == 1 and not named and {"N", "D", "loss"} <= {*names}:
+            columns = (as_table(columns[0]),)
+        if len(names) < len(columns) <= len(names) + 2:  # weight and loss_se by position
+            options |= zip(options, columns[len(names) :], strict=False)
+            columns = columns[: len(names)]
+        if columns and isinstance(columns[0], RunTable):
+            options = columns[0].options | {name: value for name, value in options.items() if value is not None}
+        data = by_name("fit", self.inputs, columns, named, (self.output,))
+        return {name: positive(name, column) for name, column in data.items()}, [*options.values()]
+
     def _fitted(self) -> None:
         if not self.__sklearn_is_fitted__():
             columns = ", ".join((*self.inputs, self.output))
@@ -268,19 +283,9 @@ class Law(Estimator):
         which `optimal` of a law of N and D learns FLOPs per token (default: 6N); groups, run or trunk ids for
         `bootstrap`.
         """
-        names, columns = (*self.inputs, self.output), tuple(column for column in columns if column is not None)
-        if len(columns) == 1 and not named and {"N", "D", "loss"} <= {*names}:
-            columns = (as_table(columns[0]),)
-        if len(names) < len(columns) <= len(names) + 2:  # options by position
-            weight, loss_se = (*columns[len(names) :], loss_se)[:2]
-            columns = columns[: len(names)]
         options = {"weight": weight, "loss_se": loss_se, "flops": flops, "groups": groups}
-        if columns and isinstance(columns[0], RunTable):
-            options = columns[0].options | {name: value for name, value in options.items() if value is not None}
-        data = by_name("fit", self.inputs, columns, named, (self.output,))
-        self.data_ = {name: positive(name, column) for name, column in data.items()}
+        self.data_, (weight, loss_se, flops, groups) = self._arguments(columns, named, options)
         *inputs, observed = self.data_.values()
-        weight, loss_se, flops, groups = (options[name] for name in ("weight", "loss_se", "flops", "groups"))
         self.weight_ = check_weights(weight, len(observed))
         same_length(**self.data_, weight=self.weight_)
         self.se_ = None if loss_se is None else positive(f"{self.output}_se", loss_se)

@@ -58,7 +58,8 @@ def calls():
     for name in fit.__all__:
         public = getattr(fit, name)
         if inspect.isclass(public) and hasattr(public, "fit") and public is not fit.Law:
-            yield pytest.param(lambda *columns, law=public: law().fit(*columns), 1, id=name)
+            laws = [[fit.ChinchillaLaw()]] if public is fit.Forecaster else []
+            yield pytest.param(lambda *columns, law=public, laws=laws: law(*laws).fit(*columns), 1, id=name)
         elif inspect.isfunction(public) and name not in ("read_curves", "forecast_final", "signal_to_noise", "verdict"):
             required = [p for p in inspect.signature(public).parameters.values() if p.default is p.empty]
             yield pytest.param(public, len(required), id=name)
