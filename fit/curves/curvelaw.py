@@ -91,6 +91,10 @@ class CurveLaw:
             return self._losses(query)
         return pd.DataFrame(dict(zip(("loss", "low", "high"), self._interval(query, level), strict=True)))
 
+    def last(self, lr: Any, N: float | None = None) -> float:
+        """Predict the loss after the last step of lr (T,)."""
+        return float(self._losses(self._query(lr, N, last_only=True))[0])
+
     def final(self, lr: Any, N: float | None = None, level: float = 0.95) -> tuple[float, float, float]:
         """Predict the loss after the last step of lr (T,). Returns loss, low and high."""
         loss, low, high = self._interval(self._query(lr, N, last_only=True), level)

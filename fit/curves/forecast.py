@@ -82,7 +82,7 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
     for run in waiting:
         name, share = run.run, seen[run.run]
         try:
-            value = float(np.log(law.final(run.lr, run.N)[0]))
+            value = float(np.log(law.last(run.lr, run.N)))
         except InputError as error:
             rows[name] = (share, str(error))
             continue
