@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 GAP = 2.0  # least ratio between cut-offs; rows closer than this count as this far
-LEAST_RUNS, LEAST_VALUES = 6, 3  # least of a rolling fit: different runs, and different values of each input
+MIN_RUNS, MIN_VALUES = 6, 3  # fewest of a rolling fit: different runs, and different values of each input
 ROLLING_STARTS = 8  # starts of a rolling fit, in addition to the optimum of all runs
 WORST = 1.0  # largest error of log loss that counts; chosen by hand
 # Resamples per law, and draws of `before`. Of 400, seeds move an interval's ends by up to 3 % of its width.
@@ -128,18 +128,18 @@ class Member:
         return np.asarray(np.log(self.law.evaluate(constants, *(points[name][:, None] for name in self.law.inputs))))
 
 
-def cut_offs(inputs: Columns, reach: Array, groups: np.ndarray, least: int = LEAST_RUNS) -> list[CutOff]:
+def cut_offs(inputs: Columns, reach: Array, groups: np.ndarray, min_runs: int = MIN_RUNS) -> list[CutOff]:
     """Return hold-outs by falling cut-off of `reach` (n,); no group is both fitted and tested.
 
-    A hold-out fits at least `least` rows of different inputs, with LEAST_VALUES values of each input that has so many.
+    A hold-out fits at least `min_runs` rows of different inputs, with MIN_VALUES values of each input that has so many.
     """
     columns = np.stack([*inputs.values()])
-    values = [min(LEAST_VALUES, len(np.unique(column))) for column in columns]
+    values = [min(MIN_VALUES, len(np.unique(column))) for column in columns]
     hold_outs, top = [], float(reach.max())
     while (fitted := reach <= top / GAP * (1.0 + 1e-4)).any():
         top = float(reach[fitted].max())
         points = np.unique(columns[:, fitted], axis=1)
-        if points.shape[1] < least or any(len(np.unique(p)) < v for p, v in zip(points, values, strict=True)):
+        if points.shape[1] < min_runs or any(len(np.unique(p)) < v for p, v in zip(points, values, strict=True)):
             break
         tested = (reach > top * (1.0 + 1e-4)) & ~np.isin(groups, groups[fitted])
         if tested.any():
@@ -233,8 +233,8 @@ class Forecaster(Estimator):
                 self.refused_[name] = str(error)
         if not laws:
             raise InputError(next(iter(self.refused_.values())))
-        least = max(LEAST_RUNS, *(law.problem_.free for law in laws.values()))
-        cuts = cut_offs({name: data[name] for name in self.inputs}, reach, labels, least)
+        min_runs = max(MIN_RUNS, *(law.problem_.free for law in laws.values()))
+        cuts = cut_offs({name: data[name] for name in self.inputs}, reach, labels, min_runs)
         members = {name: Member.of(law, cuts) for name, law in laws.items()}
         return self._assemble(data, labels, reach, cuts, members)
 
