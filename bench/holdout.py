@@ -25,9 +25,10 @@ from .. import fit
 from ..fit.forecasting.forecaster import Prior
 from ..fit.forecasting.mixture import FormMixture
 
-Constants = tuple[float, float, float]  # rate, drift, disagreement
+Constants = tuple[float, float, float, float]  # rate, power, drift, disagreement
 FACTORS, LEVELS = (3, 10, 30, 100, 300), 6
-RATES, DRIFTS = (0.005, 0.01, 0.02), (0.2, 0.3, 0.4, 0.5, 0.7)
+RATES, POWERS = (0.005, 0.01, 0.02), (0.5, 0.75, 1.0)
+DRIFTS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 DISAGREEMENTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7)
 LEVEL, HALF = 0.95, 1.959964
 
@@ -80,7 +81,7 @@ def hold_outs(runs: pd.DataFrame) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def answers(family: str, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield a dict per hold-out and prior rate: errors of predicted log losses, and their variances before scaling."""
+    """Yield a dict per hold-out, prior rate and power: errors of predicted log losses, and their variances before scaling."""
     fitted: dict[bytes, FormMixture | None] = {}  # many levels and factors show the same runs
     for shown, hidden in hold_outs(runs):
         small, large = runs[shown], runs[hidden]
@@ -91,10 +92,10 @@ def answers(family: str, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 fitted[shown.tobytes()] = FormMixture().fit(*columns, flops=small.flops, groups=small.group)
         if (mixture := fitted[shown.tobytes()]) is None:
             continue
-        for rate in RATES:
-            mixture.weigh({name: Prior(rate, 1.0, 1.0) for name in ("loss", "size")})
+        for rate, power in itertools.product(RATES, POWERS):
+            mixture.weigh({name: Prior(rate, 1.0, 1.0, power) for name in ("loss", "size")})
             error = np.log(mixture.predict(large.N, large.D) / large.loss.to_numpy())
-            yield {"family": family, "rate": rate, "error": error} | mixture.variances(large.N, large.D)
+            yield {"family": family, "by": (rate, power), "error": error} | mixture.variances(large.N, large.D)
 
 
 def scores(answer: dict[str, Any], drift: float, disagreement: float) -> tuple[np.ndarray, np.ndarray]:
@@ -119,11 +120,11 @@ def choose(of: dict[Constants, dict[str, list[Any]]], families: list[str]) -> Co
 def report(results: list[dict[str, Any]]) -> None:
     families = list(dict.fromkeys(answer["family"] for answer in results))
     of: dict[Constants, dict[str, list[Any]]] = {}
-    for constants in itertools.product(RATES, DRIFTS, DISAGREEMENTS):
+    for constants in itertools.product(RATES, POWERS, DRIFTS, DISAGREEMENTS):
         of[constants] = {family: [] for family in families}
         for answer in results:
-            if answer["rate"] == constants[0]:
-                of[constants][answer["family"]].append((*scores(answer, *constants[1:]), answer["error"]))
+            if answer["by"] == constants[:2]:
+                of[constants][answer["family"]].append((*scores(answer, *constants[2:]), answer["error"]))
     rows = {}
     for family in families:
         constants = choose(of, [f for f in families if f != family])
@@ -134,7 +135,7 @@ def report(results: list[dict[str, Any]]) -> None:
             "inside %": 100 * np.concatenate(inside).mean(),
             "score": np.mean([s.mean() for s in score]),
             "error %": 100 * np.median(np.abs(np.expm1(np.concatenate(error)))),
-            "rate, drift, disagreement": constants,
+            "rate, power, drift, disagreement": constants,
         }
     print(pd.DataFrame(rows).T.round(2).to_string())
     print("learnt from all:", choose(of, families))

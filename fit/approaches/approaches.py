@@ -136,7 +136,7 @@ def mix_forms(table: RunTable, flops_per_token: Callable[[Array], Array] | None,
     mixture = FormMixture(draws=min(bootstrap, DRAWS), seed=seed)
     groups = resampled_together(table.group, table.run_id, MOST_FREE)
     try:
-        mixture.fit(table.N, table.D, table.loss, table.weight, flops=table.flops, groups=groups)
+        mixture.fit(table.N, table.D, table.loss, weight=table.weight, flops=table.flops, groups=groups)
     except InputError as error:
         return Approach("mixture", MIXTURE_TITLE, str(error))
     # 0.5: more than half of the weight says that no best size exists.

@@ -1,8 +1,8 @@
 """Forecasts from several laws, weighted by how well they predicted larger runs; no law need be right.
 
 Cut-offs halve the compute repeatedly; every law is fitted to the runs below one and predicts the others. Its weight is
-the inverse of its mean squared error per log of extrapolation, with a prior rate as one more cut-off (Bates and Granger
-1969). What is extrapolated is compute or one of the inputs.
+a power of the inverse of its mean squared error per log of extrapolation, with a prior rate as one more cut-off (Bates
+and Granger 1969). What is extrapolated is compute or one of the inputs.
 
 Intervals add four variances in log loss: of the weighted mean over resamples; of the laws about it; of a drift that
 grows with the log of extrapolation; and, for a new run, of noise. The second and third are shrunk because laws err to
@@ -52,6 +52,7 @@ class Prior:
     rate: float
     drift: float
     disagreement: float
+    power: float = 1.0  # of the inverse squared errors, in the laws' shares
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Weights:
     def learn(cls, moves: Sequence[Array], laws: int, prior: Prior) -> Weights:
         """Learn shares from errors per log of extrapolation, (laws, tests) for each cut-off."""
         squares = [np.mean(move**2, axis=1) for move in moves]
-        share = 1.0 / np.broadcast_to(_with_prior(squares, prior.rate), laws)
+        share = np.broadcast_to(_with_prior(squares, prior.rate), laws) ** -prior.power
         share = share / share.sum()
         return cls(share, float(np.sqrt(_with_prior([np.mean((share @ m) ** 2) for m in moves], prior.rate))), prior)
 

@@ -189,12 +189,8 @@ class Estimator:
         self, columns: tuple[Any, ...], named: Mapping[str, Any], options: dict[str, Any]
     ) -> tuple[Columns, list[Any]]:
         """Return the columns that `fit` was given, and the values of its `options`, also from a table."""
-        names, columns = (*self.inputs, self.output), tuple(column for column in columns if column is not None)
-        if len(columns) == 1 and not named and {"N", "D", "loss"} <= {*names}:
+        if len(columns) == 1 and not named and {"N", "D", "loss"} <= {*self.inputs, self.output}:
             columns = (as_table(columns[0]),)
-        if len(names) < len(columns) <= len(names) + 2:  # weight and loss_se by position
-            options |= zip(options, columns[len(names) :], strict=False)
-            columns = columns[: len(names)]
         if columns and isinstance(columns[0], RunTable):
             options = columns[0].options | {name: value for name, value in options.items() if value is not None}
         data = by_name("fit", self.inputs, columns, named, (self.output,))
@@ -283,6 +279,10 @@ class Law(Estimator):
         which `optimal` of a law of N and D learns FLOPs per token (default: 6N); groups, run or trunk ids for
         `bootstrap`.
         """
+        columns, width = tuple(column for column in columns if column is not None), len(self.inputs) + 1
+        if width < len(columns) <= width + 2:  # options by position
+            weight, loss_se = (*columns[width:], loss_se)[:2]
+            columns = columns[:width]
         options = {"weight": weight, "loss_se": loss_se, "flops": flops, "groups": groups}
         self.data_, (weight, loss_se, flops, groups) = self._arguments(columns, named, options)
         *inputs, observed = self.data_.values()

@@ -220,7 +220,7 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
             )
         groups = resampled_together(table.group, table.run_id, CONSTANTS)
         mixture = FormMixture(_forms(options), min(options.bootstrap, DRAWS) or DRAWS, seed=0)
-        mixture.fit(table.N, table.D, table.loss, table.weight, table.known_se, flops=table.flops, groups=groups)
+        mixture.fit(table.N, table.D, table.loss, **table.options | {"groups": groups})
     except InputError as error:
         raise NothingToSuggest(f"the finished runs of {sweep.path} give no law with intervals: {error}") from error
     optimum = mixture.optimal(target, LEVEL)

@@ -232,7 +232,7 @@ def test_the_mixture_of_forms_answers_first_and_covers_more_than_the_noise(mixtu
     content = mixture_analysis.to_dict()
     [best], [by_law] = content["optimal"], content["approaches"]["parametric"]["optimal"]
     t = mixture_analysis.table
-    mixture = fit.FormMixture(draws=20).fit(t.N, t.D, t.loss, t.flops, t.group)
+    mixture = fit.FormMixture(draws=20).fit(t.N, t.D, t.loss, flops=t.flops, groups=t.group)
     assert best["N"] == pytest.approx(mixture.optimal(1e18).N[0])
     assert best["N_ci"] == pytest.approx(mixture.optimal(1e18).interval("N")[0])
     assert np.ptp(np.log(best["N_ci"])) > np.ptp(np.log(by_law["N_ci"]))

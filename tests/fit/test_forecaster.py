@@ -51,7 +51,7 @@ def test_hold_outs_and_intervals_follow_the_input_that_is_extrapolated(forecaste
     at = {"N_active": [1e8, 1e8, 1e9], "experts": [256, 4096, 256], "N_total": [8e9, 1.2e11, 8e10]}
     drift = np.sqrt(forecaster.variances(**at)["drift"])
     assert drift[[0, 2]].tolist() == [0, 0]
-    assert drift[1] == pytest.approx(0.3 * forecaster.rate_ * np.log(16))
+    assert drift[1] == pytest.approx(forecaster.priors["loss"].drift * forecaster.rate_ * np.log(16))
     ends = forecaster.forecast(**at, kind="mean")
     assert (ends.low < ends.loss).all()
     assert (ends.loss < ends.high).all()

@@ -77,7 +77,7 @@ def test_weights_are_inverse_squared_rolling_errors():
 
 def test_the_form_that_is_true_weighs_most_where_the_others_are_far_off():
     truth = {"E": 1.0, "A": 4.8e4, "B": 2e5, "alpha": 0.6, "beta": 0.6}
-    assert mixed(designed(truth=truth)).weights_["chinchilla, tied"] > 0.8
+    assert mixed(designed(truth=truth)).weights_["chinchilla, tied"] > 0.7
 
 
 # Forecasts.
