@@ -81,7 +81,7 @@ def hold_outs(runs: pd.DataFrame) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def answers(family: str, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield a dict per hold-out, prior rate and power: errors of predicted log losses, and their variances before scaling."""
+    """Yield a dict per hold-out, rate and power: errors of predicted log losses, and their variances before scaling."""
     fitted: dict[bytes, FormMixture | None] = {}  # many levels and factors show the same runs
     for shown, hidden in hold_outs(runs):
         small, large = runs[shown], runs[hidden]
