@@ -21,7 +21,7 @@ SMALL = [
     "cluster.array_parallelism=2", "precision=fp32", "tracker=none", "evaluate=none",
     "parallel.device=cpu", "tuning=fixed", "preflight=false",
     # Every run has a worker, and no run is retried: slurm/test_keeper.py tests retries.
-    "cluster.queue_minutes=0", "cluster.retries=0", "cluster.keeper_seconds=5", "cluster.heartbeat_seconds=1",
+    "cluster.queue_minutes=0", "cluster.retries=0", "cluster.keeper_seconds=15", "cluster.heartbeat_seconds=1",
 ]  # fmt: skip
 EVERY = "worker,fit,keeper"  # kinds of jobs
 # One model size that trains for seconds, so that a test can disturb it; one run per seed.

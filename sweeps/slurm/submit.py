@@ -121,6 +121,7 @@ class Submission:
             folders = dict.fromkeys((self.folder.parent.parent, cache, self.started_from))
             mounts = ",".join(f"{folder}:{folder}" for folder in folders)
             srun += [f"--container-image={cluster.container}", f"--container-mounts={mounts}"]
+        code = shlex.quote(str(self.code))
         return {
             **needs(cluster, shape, light),
             "job_name": f"{self.name}-{request.kind}",
@@ -131,7 +132,8 @@ class Submission:
                 *cluster.setup,
                 f"cd {shlex.quote(str(self.folder))}",
                 STALE,
-                f"export PYTHONPATH={shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+                # A keeper passes its environment on to the next, so the path must not grow with every one.
+                f"[[ $PYTHONPATH == {code}* ]] || export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}",
             ],
             "srun_args": srun,
             "additional_parameters": self._raw(request),

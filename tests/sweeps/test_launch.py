@@ -364,13 +364,12 @@ def test_a_job_runs_the_sweeps_copy_of_the_code_in_a_separate_folder(
     script = queue.script(worker)
     lines = [line for line in script.splitlines() if line and not line.startswith("#")]
     (folder,) = sweep.sweep.path.glob("jobs/worker-*")
-    assert lines[:5] == [
-        "export OMP_NUM_THREADS=1",
-        "module load cuda",
-        f"cd {folder.resolve()}",
-        submit.STALE,
-        f"export PYTHONPATH={tmp_path / 'code'}${{PYTHONPATH:+:$PYTHONPATH}}",
-    ]
+    assert lines[:4] == ["export OMP_NUM_THREADS=1", "module load cuda", f"cd {folder.resolve()}", submit.STALE]
+    # A job that this one submits has its environment.
+    twice = ["bash", "-c", f"{lines[4]}\n{lines[4]}\necho $PYTHONPATH"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": "/other"}
+    shown = subprocess.run(twice, env=environment, capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == f"{tmp_path / 'code'}:/other"
     assert " apptainer exec image.sif python -u -m submitit.core._submit " in script
     assert queue.flags(worker)["chdir"] == os.getcwd()
     assert "apptainer" not in queue.script(queue.of_kind("keeper")[0]), (
