@@ -82,16 +82,16 @@ def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Call
     """Preempt seed 0 from a higher partition, signal the time limit to seed 1, and requeue seed 2 by hand."""
     grid = [*LONG, "tokens=800_000"]
     low, other, undisturbed = sweep("low"), sweep("other"), sweep("undisturbed")
+    limit = "cluster.time_minutes=30"  # on a loaded machine a run takes minutes, and must not meet its time limit
     # Exclusive, so that the job that takes the node preempts only this run.
-    low.submit(
-        *grid, "grid.axes={seed: [0]}", "cluster.partition=low", "cluster.additional_parameters={exclusive: true}"
-    )
+    exclusive = "cluster.additional_parameters={exclusive: true}"
+    low.submit(*grid, limit, "grid.axes={seed: [0]}", "cluster.partition=low", exclusive)
     (first,) = low.runs().values()
     until(lambda: first.last_metrics().get("step", 0) >= 20, "20 steps of seed 0")
     slurm("sbatch", "--exclusive", f"--nodelist={first.state().host}", "--output=/dev/null", "--wrap=sleep 1")
     until(lambda: first.record().attempts, "the end of seed 0's first attempt")
 
-    other.submit(*grid, "grid.axes={seed: [1, 2]}")
+    other.submit(*grid, limit, "grid.axes={seed: [1, 2]}")
     by_seed = {run.config().seed: run for run in [first, *other.runs().values()]}
     for seed, command in ((1, ["scancel", "--signal=USR2"]), (2, ["scontrol", "requeue"])):
         run = by_seed[seed]
