@@ -181,7 +181,7 @@ class Forecaster(Estimator):
         self.priors = priors or {name: Prior(**read_constants("forecast")[name]) for name in ("loss", "size")}
         self._named = dict(laws) if isinstance(laws, Mapping) else {repr(law): law for law in laws}
         wrong = [law for law in self._named.values() if not isinstance(law, Law)]
-        outputs = {law.output: "" for law in self._named.values() if not wrong}
+        outputs = dict.fromkeys(law.output for law in self._named.values() if not wrong)
         if wrong or len(outputs) != 1:
             has = f"{wrong[0]!r}" if wrong else f"laws of {' and of '.join(outputs)}" if outputs else "no law"
             raise InputError(f"laws holds {has}; give unfitted laws of one output, such as fit.ExpertLaw('abnar').")
