@@ -155,11 +155,13 @@ def _score_task(record: Record, lm: Any, task: SuiteTask, ngram: int | None, con
 def _contamination(loaded: Any, suite: Suite, ngram: int | None, say: Report) -> Contamination:
     if ngram is None:
         return {}, None
-    from ..train.data.shards import at_hand
+    from ..train.data.text import text_at_hand
     from .contamination import overlaps
 
     try:
-        return overlaps(at_hand(loaded.config.data, loaded.tokenizer), suite, ngram, say), None
+        texts = text_at_hand(loaded.config.data, loaded.tokenizer).values()
+        results = [overlaps(shards, suite, ngram, say) for shards in texts]
+        return {name: set[int]().union(*(result[name] for result in results)) for name in suite}, None
     except UserError as error:  # the training text is on another machine
         return {}, str(error)
 
@@ -198,13 +200,13 @@ def worst_windows(loaded: Any) -> dict[str, Any]:
     `worst` lists the `WORST` windows of highest loss (NaN first) as {index, loss, text of the predicted tokens}. Raises
     UserError if the corpus is not on this machine or has changed.
     """
-    windows, losses, numbers = score_windows(loaded)
+    windows, losses, scores = score_windows(loaded)
     length = windows.shape[1] - 1
     order = torch.sort(losses, descending=True, stable=True).indices[:WORST].tolist()  # NaN counts as the largest
     worst = [
         {"index": i, "loss": losses[i].item() / length, "text": loaded.tokenizer.decode(windows[i, 1:])} for i in order
     ]
-    return vars(numbers) | {"worst": worst}
+    return scores | {"worst": worst}
 
 
 _NO_LOSS = {"val_loss": None, "val_loss_se": None, "val_bpb": None}

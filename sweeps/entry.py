@@ -30,6 +30,8 @@ LONGEST = 120  # characters of a folder's name; a hash replaces the rest; chosen
 PLAIN = re.compile(r"""^([^=]+)=([^][{}()"'\\,$]+)$""")  # a value that means the same between quotes
 OVERRIDE = re.compile(r"""(?<=[\[,])\s*([\w.+~/@-]+=[^][{}"',]*)(?=[],])""")  # of a variant, in a list
 
+ADDABLE = re.compile(r"^(data\.(domains|target)[.=])")  # mappings whose keys the user chooses
+
 ONE_TEXT = "it must be one file, folder or glob: put several sources into one folder, or give a glob such as 'corpus/*'"
 
 HEAD = """\
@@ -200,13 +202,14 @@ def _refuse_unknown(config: Any, prefix: str = "") -> None:
 def for_hydra(arguments: list[str]) -> list[str]:
     """Prepare overrides for Hydra.
 
-    Quote non-ASCII values and variants' overrides, list in tuning.keep the tuned fields that an override sets, and
-    replace `cluster=auto` (the default) by slurm or local.
+    Quote non-ASCII values and variants' overrides, let domains have any name, list in tuning.keep the tuned fields
+    that an override sets, and replace `cluster=auto` (the default) by slurm or local.
     """
     for name in (argument.partition("=")[0].lstrip("+~") for argument in arguments):
         if name in REMOVED:
             raise UserError(f"{name} is no longer a field: {REMOVED[name][1]}")
     arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
+    arguments = [ADDABLE.sub(r"++\1", argument) for argument in arguments]
     arguments = [
         OVERRIDE.sub(r'"\1"', argument) if argument.startswith("grid.variants=") else argument for argument in arguments
     ]

@@ -34,6 +34,7 @@ from .runs.journal import Planned
 from .runs.membership import add_runs, added_runs, allow_growth, members
 from .slurm.snapshot import PACKAGE, git_output
 
+VARIED = ("weight", "unique_tokens", "max_epochs")  # fields of a domain that do not change its text
 SHOWN = 4  # changed settings that a message names
 
 
@@ -115,7 +116,10 @@ def _request(config: SweepConfig) -> dict[str, Any]:
     base, grid = base_run(config), {f"grid.{name}": value for name, value in vars(config.grid).items()}
     tuning = {"tuning": dataclasses.asdict(config.tuning)}
     path = base.data.path and os.path.abspath(os.path.expanduser(base.data.path))
-    return flatten(identity(base) | {"data": vars(base.data) | {"cache_dir": None, "path": path}} | tuning) | grid
+    return (
+        flatten(identity(base) | {"data": dataclasses.asdict(base.data) | {"cache_dir": None, "path": path}} | tuning)
+        | grid
+    )
 
 
 def _questions(config: SweepConfig) -> dict[str, Any]:
@@ -276,7 +280,11 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     configs = (run.config() for run in runs)  # a merged sweep may have runs on other texts
     first = next((run for run in configs if (run.data.fingerprint, run.data.tokenizer_fingerprint) == text), None)
     first = first or runs[0].config()
-    base.data = first.data
+    planned, base.data = base.data.domains, first.data
+    if planned is not None:  # the runs have other weights and caps than their base
+        varied = {name: {field: getattr(planned[name], field) for field in VARIED} for name in planned}
+        domains = {name: dataclasses.replace(domain, **varied[name]) for name, domain in first.data.domains.items()}
+        base.data = dataclasses.replace(first.data, domains=domains)
     base.model.vocab_size = first.model.vocab_size
     return base
 

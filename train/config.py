@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -155,11 +156,33 @@ class ModelConfig:
 GROUPED_QUERY = ("kv_heads", "qk_norm", "qkv_bias")  # fields of `ModelConfig` that latent attention does not take
 
 
+LABELLED = 4  # domains that a mixture's name contains; chosen by hand
+DOMAIN_NAME = re.compile(r"(?!se$)[a-z][a-z0-9_]*")  # val_loss_se is the standard error of val_loss
+
+
+@dataclass
+class DomainConfig:
+    """A domain of a mixture: its text as in `DataConfig`, its weight, and how much of it a run may see."""
+
+    corpus: Annotated[str, ("stdlib", "text", "hf")] = "text"
+    path: str | None = cosmetic(None)
+    field: str = "text"
+    name: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    max_bytes: Count | None = None
+    fingerprint: str | None = None  # filled in by the planner
+    weight: NotNegative = 1.0  # share of the training tokens; the planner divides weights by their sum
+    unique_tokens: Count | None = None  # the training text is cut to this much, the same text for every run
+    max_epochs: Positive | None = cosmetic(None)  # a run that would repeat the domain more often is refused
+
+
 @dataclass
 class DataConfig:
     """The text of a run, and how it is split."""
 
-    corpus: Annotated[str, ("stdlib", "text", "hf")] = "stdlib"
+    corpus: Annotated[str, ("stdlib", "text", "hf", "mixture")] = "stdlib"
     path: str | None = cosmetic(None)  # text: a file, a folder or a glob
     field: str = "text"  # the field of a jsonl or parquet row that holds the text
     name: str | None = None  # hf: dataset name on the Hub
@@ -179,6 +202,50 @@ class DataConfig:
     # Filter steps of the training documents, in order, such as [gopher, exact, "near:0.8"]; see train/data/recipe.
     recipe: list[str] = dataclasses.field(default_factory=list, metadata={"cosmetic": True})
     recipe_fingerprint: str | None = later(None)  # hash of the recipe's steps, rules and model files; by the planner
+    # mixture: `DomainConfig` by name; Any, because Hydra refuses new keys of a typed mapping.
+    domains: Any = later(None)
+    target: Any = later(None)  # mixture: domains' shares in val_loss; None: equal shares
+    # Mixture: repeat each domain as often as a run of so many tokens would; the unique text shrinks in proportion.
+    epochs_of: Count | None = later(None)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.domains, dict):
+            self.domains = {name: _domain(str(name), value) for name, value in self.domains.items()}
+
+
+def domain_losses(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the held-out losses of a mixture's domains, by domain, from metrics such as a run's summary."""
+    losses = {name.removeprefix("val_loss_"): value for name, value in metrics.items() if name.startswith("val_loss_")}
+    return {name: value for name, value in losses.items() if DOMAIN_NAME.fullmatch(name)}
+
+
+def with_shares(config: DataConfig) -> DataConfig:
+    """Return a config whose weights and target sum to 1, to 12 digits, so that equal mixtures have one run id."""
+    if not isinstance(config.domains, dict):
+        return config
+    weights = _normalised({name: domain.weight for name, domain in config.domains.items()})
+    domains = {name: dataclasses.replace(domain, weight=weights[name]) for name, domain in config.domains.items()}
+    return dataclasses.replace(config, domains=domains, target=config.target and _normalised(config.target))
+
+
+def mixture_label(weights: Mapping[str, float]) -> str:
+    """Return a mixture's short name, such as code0.7+prose0.3: its largest shares, at most LABELLED of them."""
+    largest = sorted(weights.items(), key=lambda item: -item[1])
+    names = [f"{name}{weight:.3g}" for name, weight in largest if weight > 0]
+    return "+".join(names[:LABELLED]) + "+…" * (len(names) > LABELLED)
+
+
+def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
+    total = math.fsum(weights.values())
+    return {name: round(weight / total, 12) for name, weight in weights.items()}
+
+
+def _domain(name: str, value: Any) -> DomainConfig:
+    if isinstance(value, DomainConfig):
+        return value
+    if not isinstance(value, dict):
+        raise UserError(f"data.domains.{name} is {value!r}; it must be a mapping such as {{path: {name}/, weight: 1}}")
+    return from_dict(DomainConfig, value, f"data.domains.{name}.")
 
 
 @dataclass
@@ -338,6 +405,8 @@ def identity(node: Any) -> dict[str, Any]:
             continue
         if item.name in _GROUPS:
             value = identity(value)
+        elif item.name == "domains":
+            value = {name: identity(domain) for name, domain in value.items()}
         elif types[item.name] is float and isinstance(value, int):
             value = float(value)  # 1 and 1.0 must give the same id
         # Groups with only cosmetic fields, such as tracker, are left out.

@@ -15,11 +15,12 @@ import msgspec
 import torch
 
 from .checkpoint.checkpoint import resume_state
-from .checkpoint.heldout import held_out, validation_steps
+from .checkpoint.heldout import HeldOutText, validation_steps
 from .checkpoint.saver import Saver
 from .config import RunConfig, run_id
-from .data.loader import TrainStream, bytes_of, validation_windows
-from .data.shards import Shards, prepare
+from .data.mixture import open_stream
+from .data.shards import Shards
+from .data.text import PLAIN, Text, prepare_text
 from .errors import Diverged, Stopped, UserError
 from .files import HALVED, JsonLines, write_json
 from .flops import count_parameters, flops_6nd, flops_exact, flops_optimizer, training_flops_per_token
@@ -68,8 +69,8 @@ def train(
             torch.set_num_threads(config.parallel.threads)
         set_matmul_precision(config.parallel.tf32)
         report_once = report if job.mesh.rank == 0 else lambda line: None
-        opened = run_on_ranks(job.mesh, lambda: open_run_shards(config, shards, job, alive))
-        stream = TrainStream(opened, config.data.sequence_length, config.seed)
+        opened = run_on_ranks(job.mesh, lambda: open_text(config, shards, job, alive))
+        stream = open_stream(config, opened)
         stepper = Stepper(config, job.mesh, job.device, stream, report_once, directory / HALVED)
         peak = kept_peak(job.device, stepper.dtype) * job.mesh.size
         trainer = Trainer(config, directory, report_once, opened, job, stepper, peak, alive=alive)
@@ -85,8 +86,8 @@ def train(
             trainer.close()
 
 
-def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
-    """Return `shards` or, if None, prepare the config's, calling `alive` meanwhile.
+def open_text(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Text:
+    """Return the text of `shards` or, if None, prepare the config's, calling `alive` meanwhile.
 
     Raises UserError if the tokenizer changed after planning, or has another vocabulary size than the model.
     """
@@ -96,8 +97,10 @@ def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: C
         job.watchdog.beat(0, f"data: {stage}")
         alive()
 
-    shards = shards or kept(("shards", repr(config.data)), lambda: prepare(config.data, beat))
-    tokenizer, planned = shards.tokenizer, config.data.tokenizer_fingerprint
+    text = (
+        {PLAIN: shards} if shards else prepare_text(config.data, beat, lambda key, build: kept(("shards", key), build))
+    )
+    tokenizer, planned = next(iter(text.values())).tokenizer, config.data.tokenizer_fingerprint
     if planned not in (None, "bytes", "bpe", tokenizer.fingerprint):
         raise UserError(
             f"data.tokenizer is {config.data.tokenizer!r} with fingerprint {tokenizer.fingerprint}, and the run was "
@@ -108,7 +111,7 @@ def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: C
             f"model.vocab_size is {config.model.vocab_size}; the tokenizer {config.data.tokenizer!r} "
             f"has {tokenizer.vocab_size} tokens, and both must be the same"
         )
-    return shards
+    return text
 
 
 class Trainer:
@@ -119,7 +122,7 @@ class Trainer:
         config: RunConfig,
         directory: Path,
         report: Callable[[str], None],
-        shards: Shards,
+        text: Text,
         job: Job,
         stepper: Stepper,
         peak: float,
@@ -133,10 +136,9 @@ class Trainer:
         self.config, self.directory, self.report, self.job = config, directory, report, job
         self.stepper, self.peak, self.alive = stepper, peak, alive
         self.leads = job.mesh.rank == 0  # rank 0 writes the files that a run has once
-        self.tokenizer = shards.tokenizer
-        windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
-        self.windows = torch.from_numpy(windows)
-        self.window_bytes = bytes_of(windows[:, 1:], self.tokenizer)
+        self.tokenizer = next(iter(text.values())).tokenizer
+        self.held_out_text = HeldOutText.of(config.data, text)
+        self.windows = torch.from_numpy(self.held_out_text.windows)
         self.validate_at = validation_steps(config)
         self.progress = RunProgress()
         self.last_held_out: dict[str, Any] | None = None
@@ -144,10 +146,8 @@ class Trainer:
         self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its loss
         self.saver = Saver(directory / "checkpoints", job.mesh, config, self.tokenizer, report)
         self._resume()
-        unique = stepper.stream.unique_tokens
-        self.epochs = config.D / unique  # above 1, text is repeated
-        if self.epochs > 1:
-            report(f"{config.D:,} tokens are {self.epochs:.2f} epochs of the {unique:,} unique tokens")
+        for line in stepper.stream.repeated(config.D):
+            report(line)
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
         self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None
         self._zero_seconds = time.perf_counter() - self.progress.seconds  # as if the run had never been interrupted
@@ -193,15 +193,15 @@ class Trainer:
             self.job.watchdog.beat(self.progress.step, "scoring the held-out set")
             self.alive()
 
-        step, length = self.progress.step, self.config.data.sequence_length
-        result = held_out(self.stepper.losses(self.windows, beat), length, self.window_bytes)
-        if not math.isfinite(result.val_loss):
-            raise Diverged(f"the held-out loss is {result.val_loss} at step {step}")
+        step, score = self.progress.step, self.held_out_text.score
+        result = score(self.stepper.losses(self.windows, beat))
+        if not all(math.isfinite(value) for value in result.values() if value is not None):
+            raise Diverged(f"the held-out loss is {result['val_loss']} at step {step}")
         averaged = {}
         for span, copy in whole_copies(self.config.average, step).items():
-            nats = self.stepper.losses(self.windows, beat, copy).mean().item()
-            averaged[averaged_name(self.config.average, span)] = nats / length
-        return vars(result) | averaged
+            name = averaged_name(self.config.average, span)
+            averaged[name] = score(self.stepper.losses(self.windows, beat, copy))["val_loss"]
+        return result | averaged
 
     def save(self) -> None:
         """Start saving the current state; training continues."""
@@ -300,8 +300,7 @@ class Trainer:
             "flops_optimizer": flops_optimizer(config),
             **held_out,
             "train_loss": self.progress.smoothed_loss,  # smoothed; in metrics.jsonl `train_loss` is one step's
-            "unique_tokens": self.stepper.stream.unique_tokens,
-            "epochs": self.epochs,
+            **self.stepper.stream.described(config.D),
             "warmup_share": warmup_steps(config) / config.steps,
             "bad_steps": self.progress.bad_steps,
             "seconds": seconds,

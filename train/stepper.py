@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .config import RunConfig
 from .data.loader import TrainStream
+from .data.mixture import MixtureStream
 from .data.prefetch import Prefetch
 from .errors import OutOfMemory
 from .files import read_json, write_json
@@ -44,7 +45,7 @@ class Stepper:
         config: RunConfig,
         mesh: Mesh,
         device: torch.device,
-        stream: TrainStream,
+        stream: TrainStream | MixtureStream,
         report: Callable[[str], None] = print,
         record: Path | None = None,
     ) -> None:

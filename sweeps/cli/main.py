@@ -258,24 +258,31 @@ def prepare_command(
 ) -> None:
     """Build the token shards of a corpus, so that sweeps can start at once."""
     from ...train.data.corpora import ACCEPTED, passed_over
-    from ...train.data.shards import prepare_with_progress
+    from ...train.data.text import domains_of, prepare_with_progress
+    from ...train.planner.validation import check_mixture
     from ..entry import compose
 
     config = compose(overrides or []).data
-    if config.corpus == "text" and config.path and (skipped := passed_over(config.path)):
-        kinds = ", ".join(f"{count:,} {ending}" for ending, count in skipped.most_common(5))
-        print(f"skipped: {counted(skipped.total(), 'file')} ({kinds}); accepted are {ACCEPTED}", flush=True)
-    shards = prepare_with_progress(config)
-    for part in ("train", "validation"):
-        numbers = shards.manifest[part]
-        print(f"{part}: tokens {numbers['tokens']:,}, documents {numbers['documents']:,}, bytes {numbers['bytes']:,}")
-    if (held_out := shards.manifest.get("held_out")) is not None:
-        print(held_out["sentence"])
-    elif shards.manifest["validation"]["documents"] == 1:
-        print("the held-out set is one document, so losses describe that text only; raise data.validation_fraction")
-    for line in recipe_lines(shards):
-        print(line)
-    print(f"shards: {shards.directory}")
+    check_mixture(config)
+    for domain in domains_of(config).values():
+        if domain.corpus == "text" and domain.path and (skipped := passed_over(domain.path)):
+            kinds = ", ".join(f"{count:,} {ending}" for ending, count in skipped.most_common(5))
+            print(f"skipped: {counted(skipped.total(), 'file')} ({kinds}); accepted are {ACCEPTED}", flush=True)
+    for name, shards in prepare_with_progress(config).items():
+        if name:
+            print(f"domain {name}:")
+        for part in ("train", "validation"):
+            numbers = shards.manifest[part]
+            print(
+                f"{part}: tokens {numbers['tokens']:,}, documents {numbers['documents']:,}, bytes {numbers['bytes']:,}"
+            )
+        if (held_out := shards.manifest.get("held_out")) is not None:
+            print(held_out["sentence"])
+        elif shards.manifest["validation"]["documents"] == 1:
+            print("the held-out set is one document, so losses describe that text only; raise data.validation_fraction")
+        for line in recipe_lines(shards):
+            print(line)
+        print(f"shards: {shards.directory}")
 
 
 def recipe_lines(shards: Shards) -> list[str]:

@@ -136,16 +136,18 @@ def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
 
 def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
     """Prepare and check the training text of the runs `asked` here: compute nodes may have no network."""
-    by_id = prepared.by_id
-    texts = {repr(data): data for data in (by_id[run.run_id].data for run in asked)}
-    if texts:
-        from ...train.data.loader import TrainStream, validation_windows
-        from ...train.data.shards import prepare_with_progress
+    if not asked:
+        return
+    from ...train.checkpoint.heldout import HeldOutText
+    from ...train.data.mixture import open_stream
+    from ...train.data.text import Text, domains_of, prepare_with_progress
 
-        for data in texts.values():
-            shards, length = prepare_with_progress(data), data.sequence_length
-            TrainStream(shards, length, seed=0)  # this and the next line raise UserError if the text is too short
-            validation_windows(shards, length, data.validation_tokens)
+    texts = dict[str, Text]()
+    for run in (prepared.by_id[run.run_id] for run in asked):
+        if (key := repr(domains_of(run.data))) not in texts:
+            texts[key] = prepare_with_progress(run.data)
+        open_stream(run, texts[key])  # this and the next line raise UserError if the text is too short
+        HeldOutText.of(run.data, texts[key])
 
 
 def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...train.config import RunConfig
+from ...train.config import DataConfig, RunConfig
 from ...train.errors import UserError
 from ...train.fields import Distinct, Fraction
 from ...train.flops import count_parameters, flops_exact
@@ -79,12 +79,26 @@ def grid_kinds() -> dict[str, type[GridConfig]]:
     return {node.kind: node for node in sorted(below(GridConfig), key=lambda node: node.kind)}
 
 
-def unique_tokens(run: RunConfig) -> float:
-    """Estimate the number of tokens in the run's corpus, nan if its size is unknown."""
+def text_tokens(data: DataConfig) -> dict[str, float]:
+    """Estimate the number of tokens in each domain of a text, or in its only one; nan if unknown."""
     from ...train.data.corpora import open_corpus
+    from ...train.data.text import domains_of
 
-    size = open_corpus(run.data).size_bytes()
-    return math.nan if size is None else size / (1.0 if run.data.tokenizer == "bytes" else BYTES_PER_TOKEN)
+    bytes_per_token = 1.0 if data.tokenizer == "bytes" else BYTES_PER_TOKEN
+    sizes = {name: open_corpus(domain).size_bytes() for name, domain in domains_of(data).items()}
+    return {name: math.nan if size is None else size / bytes_per_token for name, size in sizes.items()}
+
+
+def unique_tokens(run: RunConfig) -> float:
+    """Estimate how many tokens the run can train on before text is repeated, nan if a text's size is unknown."""
+    tokens = text_tokens(run.data)
+    if run.data.domains is None:
+        return sum(tokens.values())
+    return min(
+        (domain.unique_tokens or tokens[name]) / domain.weight
+        for name, domain in run.data.domains.items()
+        if domain.weight
+    )
 
 
 def fit_notes(runs: Sequence[RunConfig], more: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ from ...train.config import ModelConfig, RunConfig
 from ...train.data.recipe.pool import usable_cores
 from ...train.errors import counted
 from ..config import SweepConfig
-from .base import unique_tokens
+from .base import text_tokens
 from .tuning import decaying_rate
 
 FEW_STEPS = 10  # a run with fewer hardly trains; chosen by hand
@@ -38,7 +38,7 @@ def doubts(config: SweepConfig, runs: Sequence[RunConfig]) -> Iterator[str]:
         ratio_kept = name == "heads" and config.model.kv_heads is not None
         if value != default and not ratio_kept and all(getattr(run.model, name) != value for run in runs):
             yield f"model.{name} is {value}, which no run has, because the grid chooses it; leave it out"
-    if OFF * (held_out := unique_tokens(runs[0]) * data.validation_fraction) < data.validation_tokens:
+    if OFF * (held_out := sum(text_tokens(data).values()) * data.validation_fraction) < data.validation_tokens:
         text = f"the held-out text has about {held_out:,.0f} tokens, fewer than data.validation_tokens"
         yield f"{text} {data.validation_tokens:,}; use more text or a larger data.validation_fraction"
     if cluster.kind == "local" and (config.parallel.device == "cuda" or any(run.precision == "fp16" for run in runs)):

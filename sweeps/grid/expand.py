@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...train.config import RunConfig, run_id
+from ...train.config import RunConfig, mixture_label, run_id, with_shares
 from ...train.data.recipe import recipe
 from ...train.errors import UserError, counted
 from ...train.flops import count_parameters
@@ -50,7 +50,7 @@ def expand_grid(
             if steps not in fingerprints:
                 recipe.require(steps)
                 fingerprints[steps] = recipe.fingerprint(steps)
-            data = replace(point.data, recipe=list(steps), recipe_fingerprint=fingerprints[steps])
+            data = replace(with_shares(point.data), recipe=list(steps), recipe_fingerprint=fingerprints[steps])
             run = replace(point, data=data, seed=seed)
             check_run(run, grid, tuner.rules)
             if (other := runs.setdefault(run_id(run), run)).variant != run.variant:
@@ -90,6 +90,8 @@ def check_run(run: RunConfig, grid: GridConfig, rules: TuningConfig) -> None:
 def run_label(run: RunConfig) -> str:
     named = f"N{short(count_parameters(run.model).N_active)}_D{short(run.D)}_s{run.seed}"
     named += f"_{run.variant}" if run.variant else ""
+    if run.data.domains:
+        named += f"_{mixture_label({name: domain.weight for name, domain in run.data.domains.items()})}"
     return f"{named}_{recipe.recipe_label(run.data.recipe)}" if run.data.recipe else named
 
 

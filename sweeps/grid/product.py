@@ -14,7 +14,7 @@ from typing import Any
 from ...train.config import RunConfig
 from ...train.errors import UserError
 from .base import GridConfig
-from .content import TEXT_FIELDS, Texts
+from .content import Texts, is_text_field
 from .tuning import Tuner
 
 
@@ -29,7 +29,7 @@ class ProductGrid(GridConfig):
 
     def set_first_text(self, base: RunConfig) -> None:
         for name, values in dotted(self.axes if isinstance(self.axes, dict) else {}):
-            if name in TEXT_FIELDS and isinstance(values, list) and values:
+            if is_text_field(name) and isinstance(values, list) and values:
                 assign(base, name, values[0])
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
@@ -44,12 +44,12 @@ class ProductGrid(GridConfig):
         for name, values in axes.items():
             if not isinstance(values, list) or not values:
                 raise UserError(f"grid.axes.{name} is {values!r}; it must be a list of values")
-            if name not in {*TEXT_FIELDS, "data.recipe"} and is_cosmetic(base, name):
+            if not is_text_field(name) and name != "data.recipe" and is_cosmetic(base, name):
                 raise UserError(
                     f"grid.axes names {name!r}, which does not change what a run learns, so all its values would be "
                     f"one run; set it for all runs with {name}=VALUE"
                 )
-        texts, vary_text = Texts(base), not TEXT_FIELDS.isdisjoint(axes)
+        texts, vary_text = Texts(base), any(map(is_text_field, axes))
         copied = pickle.dumps(base)  # ten times as fast as copy.deepcopy
         for combination in itertools.product(*axes.values()):
             run: RunConfig = pickle.loads(copied)
@@ -73,7 +73,7 @@ class PointsGrid(GridConfig):
     def set_first_text(self, base: RunConfig) -> None:
         if isinstance(self.points, list) and self.points and isinstance(self.points[0], dict):
             for name, value in dotted(self.points[0]):
-                if name in TEXT_FIELDS:
+                if is_text_field(name):
                     assign(base, name, value, "grid.points[0]")
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
@@ -92,7 +92,7 @@ class PointsGrid(GridConfig):
             run, changes = copy.deepcopy(base), dict(dotted(point))
             for name, value in changes.items():
                 assign(run, name, value, where)
-            if not TEXT_FIELDS.isdisjoint(changes):
+            if any(map(is_text_field, changes)):
                 texts.fill(run, fixed=changes)
             if (run := tuner.dialled(run)).tokens <= 0:
                 raise UserError(f"{where} has no tokens; give it, or tokens=… for all points")
@@ -126,7 +126,7 @@ def assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> N
     *groups, last = name.split(".")
     node: Any = run
     for group in groups:
-        node = getattr(node, group, None)
+        node = node.get(group) if isinstance(node, dict) else getattr(node, group, None)
     if not dataclasses.is_dataclass(node) or last not in {item.name for item in dataclasses.fields(node)}:
         raise UserError(f"{where} names {name!r}, which is not a field of a run; see conf/ for the fields")
     if dataclasses.is_dataclass(below := getattr(node, last)):
@@ -146,6 +146,9 @@ def is_cosmetic(run: RunConfig, name: str) -> bool:
     """Return whether a run's id is independent of the field with this dotted name."""
     node: Any = run
     for part in name.split("."):
+        if isinstance(node, dict):
+            node = node.get(part)
+            continue
         fields = {item.name: item for item in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {}
         if part not in fields or "cosmetic" in fields[part].metadata:
             return part in fields

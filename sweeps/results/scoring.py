@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...train.config import domain_losses
 from ...train.files import read_json, read_json_lines, write_atomic, write_json
 from ..plan.trunks import checkpoint_folder, has_checkpoint, steps_between
 from ..runs.directory import RunDirectory, SweepDirectory
@@ -91,7 +92,8 @@ def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
     names = ("val_loss", "val_loss_se", "val_bpb")
     for line in lines:
         if line.get("step") == step and all(name in line for name in names):
-            return {name: line[name] for name in names}
+            by_domain = {f"val_loss_{name}": loss for name, loss in domain_losses(line).items()}
+            return {name: line[name] for name in names} | by_domain
     return None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...train.config import ModelConfig, from_dict
+from ...train.config import ModelConfig, domain_losses, from_dict, mixture_label
 from ...train.data.recipe.recipe import recipe_label
 from ...train.data.storage import checksum
 from ...train.errors import UserError
@@ -55,7 +55,7 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
 
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
     rows = [row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])]
-    rows = name_texts_apart(name_recipes_apart(rows))
+    rows = name_texts_apart(name_recipes_apart(name_mixtures_apart(rows)))
     if not any(row["experts"] for row in rows):
         rows = [{name: value for name, value in row.items() if name not in OF_EXPERTS} for row in rows]
     if (file := sweep.path / UNTUNED).exists():
@@ -63,6 +63,18 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
         rows = [row | (checked.get(row["run_id"], {}) if row["final"] else {}) for row in rows]
     columns = ["run_id", "step", "final", "state", "N", "D", "flops", "loss", "loss_se"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
+
+
+def name_mixtures_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Name recipes by the mixture if runs have different ones, so that `fit` fits each mixture separately."""
+    mixtures = [{name[7:]: value for name, value in row.items() if name.startswith("weight_")} for row in rows]
+    if all(mixture == mixtures[0] for mixture in mixtures):
+        return rows
+    names = [mixture_label(mixture) for mixture in mixtures]
+    return [
+        row | {"recipe": name if row["recipe"] == "raw" else f"{name} {row['recipe']}"}
+        for row, name in zip(rows, names, strict=True)
+    ]
 
 
 def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -114,7 +126,7 @@ def _rows(run: RunDirectory, planned: dict[str, Any]) -> Iterator[dict[str, Any]
             D = scores.get("tokens")
             changes = {"step": step, "final": False, "D": D, "flops_6nd": None if D is None else 6 * row["N"] * D}
             changes |= dict.fromkeys(("flops", "flops_exact"), scores.get("flops"))
-            changes |= {name: held_out.get(f"val_{name}") for name in ("loss", "loss_se")}
+            changes |= {name: held_out.get(f"val_{name}") for name in ("loss", "loss_se")} | _by_domain(held_out)
             yield row | between | changes | {"val_bpb": held_out.get("val_bpb")} | _scores(scores)
 
 
@@ -132,7 +144,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         "loss": summary["val_loss"],
         "loss_se": summary["val_loss_se"],
     }
-    row |= {name: summary.get(name) for name in MEASURED}
+    row |= {name: summary.get(name) for name in MEASURED} | _by_domain(summary)
     row |= {name: planned[name] for name in ("width", "depth", "heads", "seed", "estimated_seconds")}
     # A branch shares its trunk's noise, so `fit` resamples runs of one trunk together.
     row["trunk"] = planned["parent"]
@@ -154,8 +166,17 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         row["recipe"] = "+".join(steps)
     row["corpus"] = Path(str(data.get("path"))).name if data.get("corpus") == "text" else data.get("name") or "stdlib"
     scored_on = [data.get(name) for name in ("fingerprint", "validation_fraction", "validation_tokens")]
+    if data.get("domains"):
+        row["corpus"] = "mixture"
+        scored_on.append(data.get("target"))
+        row |= {name: value for name, value in summary.items() if name.startswith(("weight_", "unique_"))}
     row["held_out"] = checksum(scored_on)[:8]
     return row | {"recipe_fingerprint": data.get("recipe_fingerprint")}
+
+
+def _by_domain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return columns loss_<domain> from metrics val_loss_<domain>."""
+    return {f"loss_{name}": loss for name, loss in domain_losses(metrics).items()}
 
 
 def _kv_bytes(model: dict[str, Any]) -> int | None:

@@ -90,7 +90,7 @@ def test_averages_are_those_of_the_saved_weights_and_change_no_other(run: RunCon
             # Weights are of order 0.1 to 1, and some 12 sums round in fp32.
             torch.testing.assert_close(_weights(loaded.model).double(), sums[copy], rtol=0, atol=1e-6)
             if (name := f"val_loss_{kind}_{span:g}") in lines[step]:
-                assert lines[step][name] == pytest.approx(score_windows(loaded)[2].val_loss, rel=1e-6)
+                assert lines[step][name] == pytest.approx(score_windows(loaded)[2]["val_loss"], rel=1e-6)
                 assert step < STEPS or summary[name] == lines[step][name]
     assert sum(f"val_loss_{kind}_0.2" in line for line in lines.values()) == averaged.validations
 

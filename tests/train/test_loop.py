@@ -122,7 +122,7 @@ def test_validation_is_the_mean_its_error_and_bits_per_byte(finished: Finished) 
     assert summary["val_loss_se"] == pytest.approx(per_token.std(ddof=1) / math.sqrt(32), rel=1e-5)
     assert text < 512
     assert summary["val_bpb"] == pytest.approx(sum(losses) / math.log(2) / text, rel=1e-6)
-    assert score_windows(loaded)[2].val_loss == pytest.approx(summary["val_loss"], rel=1e-6)
+    assert score_windows(loaded)[2]["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-6)
 
 
 def test_a_single_window_has_no_standard_error_in_valid_json(config: RunConfig, tmp_path: Path) -> None:

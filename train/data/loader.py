@@ -19,8 +19,12 @@ from .tokenizers import Tokenizer
 class TrainStream:
     """Batches of the training stream: windows of T + 1 tokens, one every T tokens. T is `sequence_length`."""
 
-    def __init__(self, shards: Shards, sequence_length: int, seed: int) -> None:
-        windows = self._windows = _windows(shards.train, sequence_length, "training")
+    def __init__(self, shards: Shards, sequence_length: int, seed: int, most_tokens: int | None = None) -> None:
+        """Open the stream, of only the first windows if `most_tokens` is given; at least one."""
+        windows = _windows(shards.train, sequence_length, "training")
+        if most_tokens is not None:
+            windows = windows[: max(1, most_tokens // sequence_length)]
+        self._windows = windows
         # Caches two epochs, because a batch may span both.
         self._permutation = lru_cache(2)(lambda epoch: permutation(seed, epoch, len(windows)))
         self.end_of_document = shards.tokenizer.end_of_document
@@ -28,16 +32,37 @@ class TrainStream:
 
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
         """Return rows `start` to `start + count` (None: the rest) of a 0-based step's batch: ids (count, T + 1)."""
-        count = batch_size - start if count is None else count
-        if step < 0 or start < 0 or count < 0 or start + count > batch_size:
-            raise ValueError(f"rows {start} to {start + count} of step {step} are outside of a batch of {batch_size}")
-        first = step * batch_size + start
-        last, n = first + count, len(self._windows)
+        return self.rows(*row_range(step, batch_size, start, count))
+
+    def epochs(self, tokens: int) -> float:
+        """Return how often a run of so many tokens reads the text; above 1, text is repeated."""
+        return tokens / self.unique_tokens
+
+    def described(self, tokens: int) -> dict[str, float]:
+        """Return the entries of a run's summary about its text."""
+        return {"unique_tokens": self.unique_tokens, "epochs": self.epochs(tokens)}
+
+    def repeated(self, tokens: int) -> list[str]:
+        """Return a line about text that a run of so many tokens repeats, or none."""
+        epochs = self.epochs(tokens)
+        return [f"{tokens:,} tokens are {epochs:.2f} epochs of the {self.unique_tokens:,} unique tokens"] * (epochs > 1)
+
+    def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return the run's rows from `first` to before `last`, counted over all batches: ids (last - first, T + 1)."""
+        n = len(self._windows)
         spans = [
             self._permutation(epoch)[max(first - epoch * n, 0) : last - epoch * n]
             for epoch in range(first // n, max(first // n + 1, -(-last // n)))
         ]
         return self._windows[np.concatenate(spans)].astype(np.int64)
+
+
+def row_range(step: int, batch_size: int, start: int, count: int | None) -> tuple[int, int]:
+    """Return the first row of a part of a step's batch and the row after it, counted over all batches."""
+    count = batch_size - start if count is None else count
+    if step < 0 or start < 0 or count < 0 or start + count > batch_size:
+        raise ValueError(f"rows {start} to {start + count} of step {step} are outside of a batch of {batch_size}")
+    return step * batch_size + start, step * batch_size + start + count
 
 
 def permutation(seed: int, epoch: int, n: int) -> npt.NDArray[np.unsignedinteger]:

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -35,7 +33,6 @@ PARTS = ("train", "validation")
 EXAMPLES = "recipe.examples.jsonl"
 _BATCH_CHARACTERS = 1 << 20  # encoded at a time
 _SINGLE_PROCESS_BYTES = 4 << 20  # below this, starting other processes takes longer than it saves
-_LINE_SECONDS = 10.0  # between two lines of progress without a terminal; chosen by hand
 _WRITE_BYTES = 1 << 21  # of a file's buffer
 
 
@@ -54,8 +51,10 @@ class Shards:
     validation: npt.NDArray[Any]
 
 
-def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
+def prepare(config: DataConfig, progress: Progress = silent, tokenizer: Tokenizer | None = None) -> Shards:
     """Return the shards of a config's corpus, built unless the cache has them. A lock lets only one process build.
+
+    The tokenizer is that of the config, unless one is given.
 
     Raises:
         UserError: The text cannot be read, is too short, or changed since the plan; or the disk is full.
@@ -75,7 +74,7 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
             f"{recipe.recipe_label(config.recipe)} is now {steps}: its rules or its model changed after planning; "
             "restore them, or plan again"
         )
-    tokenizer = load_tokenizer(config, corpus, cache, progress)
+    tokenizer = tokenizer or load_tokenizer(config, corpus, cache, progress)
     directory = _directory(config, fingerprint, steps, tokenizer)
     shards = _open_if_sound(directory, tokenizer)
     if shards is None:
@@ -107,7 +106,7 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
 def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
     """Return the shards of a checkpoint's corpus, built if missing. Raises UserError if a Hub corpus has none."""
     if config.corpus != "hf":
-        return prepare(config)
+        return prepare(config, tokenizer=tokenizer)
     directory = _directory(config, str(config.fingerprint), config.recipe_fingerprint, tokenizer)
     if (shards := _open_if_sound(directory, tokenizer)) is None:
         raise UserError(
@@ -262,41 +261,3 @@ class _PartWriter:
 
     def close(self) -> None:
         self._file.close()
-
-
-def prepare_with_progress(config: DataConfig) -> Shards:
-    """Run `prepare`; print progress and duration."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.text import Text
-
-    class Speed(TextColumn):
-        def render(self, task: Any) -> Text:
-            speed = task.finished_speed or task.speed
-            unit = " tokens" if task.description == "tokenize" else ""
-            return Text(f"{speed:,.0f}{unit}/s" if speed else "")
-
-    columns = (TextColumn("{task.description}"), BarColumn(), Speed(""), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, Any] = {}
-        started: dict[str, float] = {}
-        start = printed_at = time.monotonic()
-
-        def show(stage: str, done: float, total: float) -> None:
-            nonlocal printed_at
-            now = time.monotonic()
-            if stage not in tasks:
-                tasks[stage], started[stage] = bar.add_task(stage, total=None), now
-            bar.update(tasks[stage], completed=done, total=total or None)
-            if not console.is_terminal and now - printed_at > _LINE_SECONDS:
-                printed_at = now
-                of_total = f" of {total:,.0f}" if total else ""
-                print(f"{stage}: {done:,.0f}{of_total} after {now - start:.0f} s", file=sys.stderr, flush=True)
-
-        shards = prepare(config, show)
-    if "tokenize" in started:
-        now = time.monotonic()
-        speed = sum(shards.manifest[part]["tokens"] for part in PARTS) / (now - started["tokenize"])
-        print(f"built in {now - start:.1f} s; {speed:,.0f} tokens/s from text to shards", file=sys.stderr)
-    return shards

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from msgspec import Meta
 
-from ..config import GROUPED_QUERY, ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
+from ..config import DOMAIN_NAME, GROUPED_QUERY, DataConfig, ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from ..errors import UserError, counted
 from ..fields import UNIQUE
 from ..model.shape import micro_batches
@@ -28,6 +28,9 @@ def check_fields(config: Any, prefix: str = "") -> None:
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
             check_fields(value, f"{prefix}{name}.")
+        if name == "domains":
+            for domain, settings in (value or {}).items():
+                check_fields(settings, f"{prefix}{name}.{domain}.")
         if isinstance(value, list) and UNIQUE in rules:
             repeated = next((item for i, item in enumerate(value) if item in value[:i]), None)
             if repeated is not None:
@@ -73,6 +76,7 @@ def _beyond(value: float, bounds: Meta) -> str | None:
 def validate(config: RunConfig) -> None:
     """Raise UserError if a config cannot be trained."""
     check_fields(config)
+    check_mixture(config.data)
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
         if not 1 <= step < config.steps:
@@ -104,6 +108,47 @@ def validate(config: RunConfig) -> None:
             "window"
         )
     check_shapes(config)
+
+
+def check_mixture(data: DataConfig) -> None:
+    """Raise UserError if the domains, their weights or the target cannot make a mixture."""
+    domains, target = data.domains, data.target
+    if data.corpus != "mixture":
+        for name in ("domains", "target", "epochs_of"):
+            if (value := getattr(data, name)) is not None:
+                raise UserError(f"data.{name} is {value!r}; it must be null unless data.corpus is mixture")
+        return
+    if not isinstance(domains, dict) or not domains:
+        raise UserError(
+            f"data.domains is {domains!r}; with data.corpus=mixture it must map names to texts, such as "
+            "{code: {path: code/, weight: 0.7}, prose: {path: prose/, weight: 0.3}}"
+        )
+    for name in domains:
+        if not DOMAIN_NAME.fullmatch(name):
+            raise UserError(
+                f"data.domains contains {name!r}; a name must be lower-case letters, digits and _, start with a "
+                "letter, and not be se"
+            )
+    _check_shares("data.domains, the weights,", {name: domain.weight for name, domain in domains.items()}, domains)
+    if target is not None:
+        _check_shares("data.target", target, domains)
+    if data.fingerprint is None and data.path is not None:
+        raise UserError(f"data.path is {data.path!r}; with data.corpus=mixture give each domain its path")
+    if data.validation_tokens < (least := len(domains) * data.sequence_length):
+        raise UserError(
+            f"data.validation_tokens is {data.validation_tokens}; it must be at least {least}, one sequence of each "
+            "domain"
+        )
+
+
+def _check_shares(field: str, shares: Any, domains: Mapping[str, Any]) -> None:
+    if not isinstance(shares, dict) or not all(isinstance(share, int | float) for share in shares.values()):
+        raise UserError(f"{field} is {shares!r}; it must map domains to numbers, such as {{{next(iter(domains))}: 1}}")
+    if unknown := next((name for name in shares if name not in domains), None):
+        raise UserError(f"{field} names {unknown!r}; it must be one of the domains {', '.join(domains)}")
+    if not all(0 <= share <= LARGEST for share in shares.values()) or not sum(shares.values()):
+        shown = ", ".join(f"{name} {share}" for name, share in shares.items())
+        raise UserError(f"{field} are {shown}; they must be 0 or more, and one of them above 0")
 
 
 def _check_points(schedule: ScheduleConfig) -> None:

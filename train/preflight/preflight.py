@@ -48,7 +48,8 @@ def check_node(runs: Sequence[RunConfig], folder: Path, ranks: int) -> Iterator[
 
 def hosts_of(run: RunConfig) -> list[str]:
     tracks = run.tracker.kind == "wandb" and run.tracker.mode == "online"
-    reads = run.data.corpus == "hf" and not os.environ.get("HF_HUB_OFFLINE")
+    corpora = [run.data.corpus, *(domain.corpus for domain in (run.data.domains or {}).values())]
+    reads = "hf" in corpora and not os.environ.get("HF_HUB_OFFLINE")
     return ["api.wandb.ai"] * tracks + ["huggingface.co"] * reads
 
 

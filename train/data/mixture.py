@@ -1,0 +1,132 @@
+"""Batches from a mixture of domains. Which domain a row is from is a pure function of (seed, row).
+
+Row g of a run, counted over all batches, is from the domain in whose interval of cumulative weights the fraction of
+s + g / (golden ratio) lies. Any run of rows then has nearly the planned shares, to about one row (a Kronecker sequence;
+Niederreiter 1992, section 3.1). A domain's rows are read in that domain's own order, so that two runs of different
+weights read the same windows of a domain, one more of them than the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import DataConfig, RunConfig, with_shares
+from ..errors import UserError
+from .loader import TrainStream, row_range
+from .text import PLAIN, Text, in_domain
+
+CIRCLE = 1 << 64  # fractions are multiples of 1 / CIRCLE, so that they are exact
+GOLDEN = 0x9E3779B97F4A7C15  # CIRCLE / golden ratio
+
+
+def shares(config: DataConfig) -> dict[str, float]:
+    """Return each domain's share of the training tokens."""
+    return {name: domain.weight for name, domain in with_shares(config).domains.items()}
+
+
+def target_shares(config: DataConfig) -> dict[str, float]:
+    """Return each domain's share in `val_loss`, which the shares of the training tokens do not affect."""
+    if config.corpus != "mixture":
+        return {PLAIN: 1.0}
+    target = with_shares(config).target or dict.fromkeys(config.domains, 1.0 / len(config.domains))
+    return {name: float(target.get(name, 0.0)) for name in config.domains}
+
+
+def open_stream(config: RunConfig, text: Text) -> TrainStream | MixtureStream:
+    """Return the training batches of a run.
+
+    Raises UserError if a text is too short, a cap larger than its domain, or a domain repeated above `max_epochs`.
+    """
+    data, length = config.data, config.data.sequence_length
+    if data.corpus != "mixture":
+        return TrainStream(text[PLAIN], length, config.seed)
+    streams, planned = {}, shares(data)
+    for name, share in planned.items():
+        domain, scale = data.domains[name], 1.0 if data.epochs_of is None else min(1.0, config.D / data.epochs_of)
+        with in_domain(name):
+            whole = TrainStream(text[name], length, config.seed)
+        if (cap := domain.unique_tokens) is not None and cap > whole.unique_tokens:
+            raise UserError(
+                f"data.domains.{name}.unique_tokens is {cap:,}; the domain has only {whole.unique_tokens:,} tokens of "
+                "training text"
+            )
+        stream = TrainStream(text[name], length, config.seed, int((cap or whole.unique_tokens) * scale))
+        epochs = stream.epochs(round(config.D * share))
+        if domain.max_epochs is not None and epochs > domain.max_epochs:
+            raise UserError(
+                f"data.domains.{name}.max_epochs is {domain.max_epochs:g}; {share:.3g} of {config.D:,} tokens are "
+                f"{epochs:.2f} epochs of its {stream.unique_tokens:,} tokens: lower its weight or the tokens"
+            )
+        streams[name] = stream
+    return MixtureStream(streams, planned, config.seed)
+
+
+class MixtureStream:
+    """Batches of windows of T + 1 tokens from several domains, with a fixed share of each."""
+
+    def __init__(self, streams: dict[str, TrainStream], shares: dict[str, float], seed: int) -> None:
+        self.streams, self.shares = streams, shares
+        self._read = [name for name, share in shares.items() if share > 0]
+        ends = itertools.accumulate(shares[name] for name in self._read)
+        self._ends = [0, *(round(end * CIRCLE) for end in ends)]
+        self._ends[-1] = CIRCLE  # the shares' sum may miss 1 by rounding
+        self._next = 0, [0] * len(self._read)  # a row, and each domain's rows before it
+        self._start = int(np.random.Philox(key=np.array([seed % 2**64, 0], np.uint64)).random_raw())
+        self.end_of_document = next(iter(streams.values())).end_of_document
+        self.unique_tokens = sum(streams[name].unique_tokens for name in self._read)
+
+    def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
+        """Return rows `start` to `start + count` (None: the rest) of a 0-based step's batch: ids (count, T + 1)."""
+        first, last = row_range(step, batch_size, start, count)
+        at = np.uint64(self._start) + np.arange(first, last, dtype=np.uint64) * np.uint64(GOLDEN)  # wraps around
+        domain = np.searchsorted(np.array(self._ends[1:-1], np.uint64), at, side="right")
+        row, before = self._next
+        before = before if row == first else self._counted(first)
+        after = [count + int(np.sum(domain == k)) for k, count in enumerate(before)]
+        self._next = last, after  # most often the next call asks for what follows
+        parts = [self.streams[name].rows(*rows) for name, *rows in zip(self._read, before, after, strict=True)]
+        result = np.empty((last - first, parts[0].shape[1]), np.int64)
+        for k, part in enumerate(parts):
+            result[domain == k] = part
+        return result
+
+    def _counted(self, row: int) -> list[int]:
+        """Count the rows before row `row` of the run for each domain that is read."""
+        below = [rows_below(end, row, self._start) for end in self._ends]
+        return [after - before for before, after in itertools.pairwise(below)]
+
+    def epochs(self, tokens: int) -> float:
+        """Return how often a run of so many tokens reads the domain that it repeats most."""
+        return max(self.streams[name].epochs(round(tokens * self.shares[name])) for name in self._read)
+
+    def repeated(self, tokens: int) -> list[str]:
+        """Return a line about each domain that a run of so many tokens repeats."""
+        read = {name: round(tokens * self.shares[name]) for name in self._read}
+        return [f"{name}: {line}" for name, count in read.items() for line in self.streams[name].repeated(count)]
+
+    def described(self, tokens: int) -> dict[str, float]:
+        """Return the entries of a run's summary about its text: of all, and of each domain."""
+        weights = {f"weight_{name}": share for name, share in self.shares.items()}
+        unique = {f"unique_{name}": stream.unique_tokens for name, stream in self.streams.items()}
+        return {"unique_tokens": self.unique_tokens, "epochs": self.epochs(tokens), **weights, **unique}
+
+
+def rows_below(end: int, rows: int, start: int) -> int:
+    """Count the rows before row `rows` whose fraction, in units of 1 / CIRCLE, is below `end`."""
+    if end in (0, CIRCLE):
+        return rows if end else 0
+    return floor_sum(rows, CIRCLE, GOLDEN, start) - floor_sum(rows, CIRCLE, GOLDEN, start - end + CIRCLE) + rows
+
+
+def floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """Return the sum of (a * i + b) // m over i from 0 to n - 1, in O(log m) steps; a and b are not negative."""
+    total = 0
+    while True:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        if (last := a * n + b) < m:
+            return total
+        n, b, m, a = last // m, last % m, a, m
