@@ -143,8 +143,10 @@ def compose(overrides: list[str]) -> SweepConfig:
 def _hydra() -> Iterator[None]:
     """Initialise Hydra on conf/ and raise its errors as UserError."""
     from hydra import initialize_config_dir
+    from omegaconf import OmegaConf
 
     register()
+    OmegaConf.register_new_resolver("benchmark", _benchmark, replace=True)
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
             yield
@@ -153,6 +155,15 @@ def _hydra() -> Iterator[None]:
         if type(error).__module__.split(".")[0] in ("hydra", "omegaconf"):
             raise UserError(composition_error(error)) from error
         raise
+
+
+def _benchmark(name: str) -> str:
+    """Return the path of a benchmark's texts, downloaded if missing, for `${benchmark:NAME}` in a config."""
+    from ..evaluate.tasks.staging import BENCHMARKS, stage_benchmarks
+
+    if name not in BENCHMARKS:
+        raise UserError(f"${{benchmark:{name}}} names no benchmark; it must be one of {', '.join(BENCHMARKS)}")
+    return str(stage_benchmarks(progress=lambda line: print(line, file=sys.stderr), names=[name]) / f"{name}.jsonl")
 
 
 def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:

@@ -25,7 +25,8 @@ from isoflop.train.data import words
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import MixedDocuments, _mixed_order, content_hash
 from isoflop.train.data.recipe import pool
-from isoflop.train.data.shards import Shards, open_shards, prepare, prepare_with_progress
+from isoflop.train.data.shards import Shards, open_shards, prepare
+from isoflop.train.data.text import prepare_with_progress
 from isoflop.train.data.tokenizers import ByteTokenizer, load_tokenizer
 from isoflop.train.errors import UserError
 
