@@ -1,9 +1,7 @@
-"""The loss of every domain as a function of the mixture that a model is trained on, and the best mixture.
+"""The loss of every domain by the mixture that a model is trained on, from several forms weighed by hold-outs.
 
-Several forms are fitted to each loss and weighed by hold-outs, as forecasts are (forecasting/forecaster.py): by compute
-where sizes or tokens vary enough, else by mixture. Intervals add up the variance of the weighted mean over resamples of
-whole runs and over the forms' shares, a drift beyond the largest compute, and the scatter of a run, which depends on
-the mixture.
+Hold-outs are by compute where runs differ enough, else by mixture. A loss's variance adds up that of the forms' weighted
+mean over resamples and over their shares, a drift beyond the largest compute, and the scatter of runs at a mixture.
 """
 
 from __future__ import annotations
@@ -21,466 +19,346 @@ from ..laws.law import Estimator
 from ..table import RunTable, load, numeric
 from ..uncertainty import check_resampling, group_labels, numbered
 from .answer import BestMixture, best_mixture
-from .forms import Boosted, Corrected, Data, Member, Points
+from .forms import PRIORS, Corrected, Data, Form, Points, Process, boosted_trees, fit_form
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMS = ("effective", "product", "exponential", "process", "trees")
+FORMS = ("effective", "product", "exponential", "trees")
 FOLDS = 5  # hold-outs by mixture
-SUM_ERROR = 0.01  # weights may miss a sum of one by so much, such as by rounding
-LATER = 2.0  # power of D / the run's last D in a row's weight: before the end, a run is not cooled down
-FEW_ROWS = 4.0  # rows at which a mixture's own scatter counts as much as that of all
-MOST_MIXTURES = 2000  # of the process, whose time grows with the cube
+SUM_ERROR = 0.01  # a row's weights may miss a sum of one by so much
+LATER = 2.0  # power of D / the run's last D in a row's weight, because earlier checkpoints are not cooled down
+OWN_ROWS = 4.0  # rows near a mixture whose scatter counts as much as that of all rows; chosen by hand
 
 
 class MixtureLaw(Estimator):
     """Losses by the weights of domains, and by N and D where these vary.
 
-    After `fit`: domains_ (of weights), losses_ (domains of losses), members_ (form -> fit), weights_ and errors_
-    (DataFrames, form x loss: the form's share, and its root mean square error of log loss over hold-outs), refused_
-    (form -> reason), hold_outs_ ("compute" or "mixture"), noise_ (loss -> scatter of a run's log loss).
+    After `fit`: domains_ (of weights), losses_ (of losses), weights_ and errors_ (DataFrames, form x loss: shares, and
+    root mean square errors of log loss on hold-outs), refused_ (form -> reason), hold_outs_ ("compute" or "mixture"),
+    noise_ (loss -> scatter of a run's log loss), held_ (losses, rows: errors of log loss without the row's mixture),
+    constants_ (form -> DataFrame by loss, for N and D over the table's geometric means).
 
     Parameters
     ----------
     forms
-        Names among effective, product, exponential, process and trees; default: all. See mixtures/forms.py.
+        Names among effective, product, exponential (see mixtures/forms.py) and trees; by default all.
     draws
         Resamples for intervals.
     """
 
-    inputs, output = ("table",), "losses"
+    inputs, output = (), "table"
 
     def __init__(self, forms: Sequence[str] | None = None, draws: int = 200, seed: int = 0) -> None:
-        for form in FORMS if forms is None else forms:
+        for form in forms or ():
             one_of("form", form, FORMS)
-        if forms is not None and len(forms) == 0:
-            raise InputError(f"forms is empty; name at least one of {', '.join(FORMS)}.")
         check_resampling(draws, seed)
         self.forms, self.draws, self.seed = forms, draws, seed
 
-    def __sklearn_is_fitted__(self) -> bool:
-        return hasattr(self, "members_")
-
-    def _fitted(self) -> None:
-        if not hasattr(self, "members_"):
-            raise InputError("this MixtureLaw is not fitted; call fit(table) first.")
-
     def __repr__(self) -> str:
-        if not hasattr(self, "members_"):
+        if not hasattr(self, "constants_"):
             return f"MixtureLaw({'' if self.forms is None else f'forms={self.forms!r}'})"
         shares = ", ".join(f"{form} {share:.0%}" for form, share in self.weights_.mean(axis=1).items())
-        return (
-            f"MixtureLaw of {len(self.losses_)} losses by {len(self.domains_)} domains: {shares}; hold-outs by "
-            f"{self.hold_outs_}"
-        )
-
-    # Fitting.
+        sizes = f"{len(self.losses_)} losses by the weights of {len(self.domains_)} domains"
+        return f"MixtureLaw of {sizes}: {shares}; hold-outs by {self.hold_outs_}"
 
     def fit(self, table: Any) -> Self:
         """Fit to a DataFrame, RunTable, file or sweep directory.
 
-        Columns weight_<domain>, which sum to one, and loss_<domain> (nats per token; empty: unknown); optionally N, D,
-        unique_<domain> (tokens of the domain; empty: no cap) and group or run_id, whose rows are resampled and held out
-        together. Raises InputError if one is missing or wrong.
+        Columns: weight_<domain>, with a sum of one; loss_<name>, in nats per token (empty: unknown); optionally N, D,
+        unique_<domain> (tokens; empty: no cap), and group or run_id, whose rows are resampled and held out together.
         """
-        frame = _frame(table)
-        self.domains_, self.losses_ = _names(frame, "weight_"), _names(frame, "loss_")
-        data, labels = self._read(frame)
-        self.refused_: dict[str, str] = {}
-        folds = _folds(data, self.seed)
-        rolling = self._rolling(data, labels)
-        cuts = [*folds, *rolling]
-        self.hold_outs_ = "compute" if rolling else "mixture"
-        generator = np.random.default_rng(self.seed)
-        groups = generator.choice([-1.0, 1.0], size=(self.draws, int(data.group.max()) + 1))
-        data = self._with_noise(data, Member("effective", data, [], groups[:1, data.group], self.seed))
-        self.data_ = data
-        self.members_ = self._members(data, cuts, groups[:, data.group], len(folds))
-        self._weigh(cuts, len(folds))
-        one = Points(
-            np.ones((len(group_of := data.group), 1)),
-            data.points.size,
-            data.points.tokens,
-            np.zeros((len(group_of), 1)),
-        )
-        blind = Member(
-            "effective", Data(one, data.target, data.weight, data.mixture, data.group), folds, groups[:1, data.group], 0
-        )
-        self._ignorant = np.zeros(data.target.shape)
-        for held, cut in zip(blind.held, folds, strict=True):
-            self._ignorant[:, cut.tested] = np.where(
-                data.weight[:, cut.tested] > 0, held - data.target[:, cut.tested], 0.0
-            )
+        frame = table.frame.iloc[table.rows] if isinstance(table, RunTable) else load(table)[0]
+        names = [str(name) for name in frame.columns if name != "loss_se"]
+        prefixes = {"weight_": "domains_", "loss_": "losses_"}
+        for prefix, field in prefixes.items():
+            setattr(self, field, tuple(name[len(prefix) :] for name in names if name.startswith(prefix)))
+            if not getattr(self, field):
+                raise InputError(f"the table has no column {prefix}<domain>; one for each domain is needed.")
+        data = self._read(frame)
+        cuts = [*_folds(data, self.seed), *self._rolling(data)]
+        folds = sum(np.isnan(cut.reach) for cut in cuts)
+        self.hold_outs_ = "compute" if folds < len(cuts) else "mixture"
+        self.data_ = data = self._weigh_rows(data)
+        signs = np.random.default_rng(self.seed).choice([-1.0, 1.0], size=(self.draws, int(data.group.max()) + 1))
+        self._members = self._fit_forms(data, cuts, signs[:, data.group], folds)
+        self._weigh(cuts, folds)
         return self
 
-    def _read(self, frame: pd.DataFrame) -> tuple[Data, np.ndarray]:
-        """Check the table and return its rows as the solver needs them, and each row's group label."""
-        weights = _weights(frame, self.domains_)
+    def _read(self, frame: pd.DataFrame) -> Data:
+        """Check the table and return its rows."""
+        weights = _mixtures(frame, self.domains_)
         losses = np.stack([numeric(frame, f"loss_{name}") for name in self.losses_])
         for name, row in zip(self.losses_, losses, strict=True):
             positive(f"loss_{name}", row[~np.isnan(row)])
         for name, column in zip(self.domains_, weights.T, strict=True):
             if np.ptp(column) < 1e-6:
                 raise InputError(
-                    f"weight_{name} is {column[0]:g} in every row, so its effect is unknown; vary it, or leave the "
-                    "column out and scale the others to a sum of one."
+                    f"weight_{name} is {column[0]:.4g} in every row; it must vary, or the column be left out."
                 )
-        _, mixture = np.unique(np.round(weights, 6), axis=0, return_inverse=True)
-        count, least = int(mixture.max()) + 1, len(self.domains_) + 2
-        if count < least:
-            raise InputError(
-                f"the table has {count} different mixtures of {len(self.domains_)} domains; at least {least} are needed."
-            )
+        mixture = np.unique(np.round(weights, 6), axis=0, return_inverse=True)[1].ravel()
+        if mixture.max() + 1 < len(self.domains_) + 2:
+            count = f"the table has {mixture.max() + 1} different mixtures of {len(self.domains_)} domains"
+            raise InputError(f"{count}; at least {len(self.domains_) + 2} are needed.")
         sizes = {name: positive(name, numeric(frame, name)) for name in ("N", "D") if name in frame}
         self.sizes_ = {name: (float(values.min()), float(values.max())) for name, values in sizes.items()}
-        self.middle_ = {name: float(np.exp(np.log(values).mean())) for name, values in sizes.items()}
+        self._middle = {name: float(np.exp(np.log(values).mean())) for name, values in sizes.items()}
         unique = np.stack([numeric(frame, f"unique_{name}") for name in self.domains_], axis=1)
-        if "D" not in frame and not np.isnan(unique).all():
-            raise InputError("the table has unique_<domain>, but no column D; add the tokens of every run.")
-        columns = {name: sizes.get(name) for name in ("N", "D")}
-        points = self.points(weights, columns["N"], columns["D"], np.where(np.isnan(unique), np.inf, unique))
+        points = self.points(weights, sizes.get("N"), sizes.get("D"), unique)
         named = next((frame[name] for name in ("group", "run_id") if name in frame), None)
-        labels = group_labels(named, len(frame))
-        group = numbered(labels, *weights.T, *sizes.values())
-        later = np.ones(len(frame))
-        if "D" in sizes:
-            last = np.zeros(group.max() + 1)
-            np.maximum.at(last, group, sizes["D"])
-            later = (sizes["D"] / last[group]) ** LATER
-        known = np.isfinite(losses)
-        target = np.where(known, np.log(np.where(known, losses, 1.0)), 0.0)
-        target += np.where(known, 0.0, (target.sum(axis=1) / known.sum(axis=1))[:, None])
-        self.reach_ = 6.0 * sizes.get("N", np.ones(1)) * sizes.get("D", np.ones(1)) * np.ones(len(frame))
-        return Data(points, target, known * later / later.mean(), mixture.ravel(), group), labels
+        group = numbered(group_labels(named, len(frame)), *weights.T, *sizes.values())
+        tokens = np.exp(points.tokens)
+        self._end = tokens >= _last(tokens, group) * (1.0 - 1e-9)
+        self._reach = points.size + _last(points.tokens, group)
+        known, later = np.isfinite(losses), (tokens / _last(tokens, group)) ** LATER
+        mean = np.array([np.log(row[use]).mean() for row, use in zip(losses, known, strict=True)])
+        target = np.where(known, np.log(np.where(known, losses, 1.0)), mean[:, None])
+        return Data(points, target, known * later / later.mean(), mixture, group)
 
-    def points(self, weights: Array, N: Any, D: Any, unique: Any) -> Points:
-        """Return points at weights (n, m), N and D (None: those of the table) and unique tokens (n or 1, m)."""
-        logs = []
+    def varies(self, name: str) -> bool:
+        """Return whether "N" or "D" varies in the table."""
+        low, high = self.sizes_.get(name, (1.0, 1.0))
+        return high / low > SPREAD
+
+    def points(self, weights: Array, N: Any, D: Any, unique: Array) -> Points:
+        """Return points at mixtures (n, m), N, D (None: the table's) and unique tokens, (n or 1, m), NaN without a cap."""
+        logs = {}
         for name, value in (("N", N), ("D", D)):
             low, high = self.sizes_.get(name, (np.nan, np.nan))
-            fixed = not self.varies(name)
-            if value is None:
-                if not fixed:
-                    raise InputError(
-                        f"{name} is missing; the table has {name} from {low:.4g} to {high:.4g}, so give it."
-                    )
-                logs.append(np.zeros(len(weights)))
-                continue
-            value = np.broadcast_to(positive(name, np.atleast_1d(floats(value))), len(weights))
-            if fixed and not (np.abs(np.log(value / low)) < np.log(SPREAD)).all():
-                state = f"is {low:.4g} in every run" if name in self.sizes_ else "is not in the table"
-                raise InputError(f"{name} {state}, so losses at another {name} are unknown; leave it out.")
-            logs.append(np.zeros(len(weights)) if fixed else np.log(value / self.middle_[name]))
-        tokens = self.middle_.get("D", np.nan) * np.exp(logs[1])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            epochs = weights * tokens[:, None] / unique
-        return Points(weights, *logs, np.log(np.fmax(epochs, 1.0)))
+            if value is None and self.varies(name):
+                raise InputError(f"{name} is missing; it is {low:.4g} to {high:.4g} in the table and must be given.")
+            column = np.zeros(len(weights))
+            if value is not None:
+                column = column + np.log(positive(name, np.atleast_1d(floats(value))) / self._middle.get(name, np.nan))
+            if not self.varies(name) and not (np.abs(column) < np.log(SPREAD)).all():
+                state = f"is {low:.4g} in every row" if name in self.sizes_ else "is no column of the table"
+                raise InputError(f"{name} {state}, so losses at other {name} are unknown; leave {name} out.")
+            logs[name] = column if self.varies(name) else np.zeros(len(weights))
+        if "D" not in self._middle and np.isfinite(unique).any():
+            raise InputError("unique tokens are given, but D is no column of the table; add the tokens of each run.")
+        epochs = weights * self._middle.get("D", np.nan) * np.exp(logs["D"])[:, None] / unique
+        return Points(weights, logs["N"], logs["D"], np.log(np.fmax(epochs, 1.0)))
 
-    def _rolling(self, data: Data, labels: np.ndarray) -> list[CutOff]:
-        """Return hold-outs by compute, where whole runs are larger than those that a fit has seen."""
-        inputs = {
-            name: column for name, column in (("N", data.points.size), ("D", data.points.tokens)) if np.ptp(column)
-        }
-        if not inputs:
+    def _rolling(self, data: Data) -> list[CutOff]:
+        """Return hold-outs of the runs with more compute than those fitted."""
+        sizes = {"N": np.exp(data.points.size), "D": np.exp(data.points.tokens)}
+        columns = {name: column for name, column in sizes.items() if self.varies(name)}
+        if not columns:
             return []
-        last = np.zeros(data.group.max() + 1)
-        np.maximum.at(last, data.group, self.reach_)
-        columns = {name: np.exp(column) for name, column in inputs.items()}
-        columns |= {name: column for name, column in zip(self.domains_, data.points.weights.T, strict=True)}
-        return cut_offs(columns, last[data.group], labels, len(self.domains_) + 5, min_values=2)
+        columns |= dict(zip(self.domains_, data.points.weights.T, strict=True))
+        return cut_offs(columns, np.exp(self._reach), data.group, len(self.domains_) + len(PRIORS), min_values=2)
 
-    def _with_noise(self, data: Data, first: Member) -> Data:
-        """Return the data with rows weighed by the inverse variance of their mixtures' scatter."""
-        points = np.column_stack([data.points.weights, data.points.size, data.points.tokens])
-        _, place, copies = np.unique(np.round(points, 6), axis=0, return_inverse=True, return_counts=True)
-        place, several = place.ravel(), copies > 1
-        squares = np.zeros(len(points))
-        for k, residual in enumerate(first.residual):
-            mean = np.bincount(place, residual) / copies
-            exact = (residual - mean[place]) * np.sqrt(copies / np.maximum(copies - 1, 1))[place]
-            squares += (np.where(several[place], exact, residual) / first.noise[k]) ** 2 / len(first.residual)
-        roots = np.sqrt(data.points.weights)
-        distance = pdist(roots[:500])
-        self._scatter = (roots, squares, float(np.quantile(distance, 0.1)) or 1.0)
-        return Data(data.points, data.target, data.weight / self._factor(data.points.weights), data.mixture, data.group)
+    def _weigh_rows(self, data: Data) -> Data:
+        """Divide the rows' weights by the relative variance of runs near their mixture."""
+        first, form = data.points, Form("effective", data.points)
+        theta, _, noise, *_ = fit_form(form, data)
+        residual = (data.target - form.value(theta, first)[0]) / noise[:, None]
+        place = np.column_stack([first.weights, first.size, first.tokens]).round(6)
+        _, place, copies = np.unique(place, axis=0, return_inverse=True, return_counts=True)
+        place = place.ravel()
+        mean = np.stack([np.bincount(place, row) / copies for row in residual])[:, place]
+        alone = (copies == 1)[place]  # replicates show their noise without the form's error
+        scale = np.sqrt(copies / np.maximum(copies - 1, 1))[place]
+        squares = (np.where(alone, residual, (residual - mean) * scale) ** 2).mean(axis=0)
+        roots, weight = np.sqrt(first.weights), data.weight.mean(axis=0)
+        length = float(np.quantile(pdist(roots[:500]), 0.1)) or 1.0
+        self._scatter = roots, weight, weight * squares * weight.sum() / (weight @ squares), length
+        return Data(first, data.target, data.weight / self._factor(first.weights), data.mixture, data.group)
 
     def _factor(self, weights: Array) -> Array:
-        """Return the variance of a run at each mixture (n,) over the mean one, shrunk towards one."""
-        roots, squares, length = self._scatter
+        """Return the variance of runs at mixtures (n, m) relative to the mean, shrunk towards one."""
+        roots, weight, squares, length = self._scatter
         near = np.exp(-0.5 * (cdist(np.sqrt(weights), roots) / length) ** 2)
-        return np.asarray((FEW_ROWS + near @ squares) / (FEW_ROWS + near.sum(axis=1)))
+        return np.asarray((OWN_ROWS + near @ squares) / (OWN_ROWS + near @ weight))
 
-    def _members(self, data: Data, cuts: list[CutOff], signs: Array, folds: int) -> dict[str, Any]:
-        forms = FORMS if self.forms is None else tuple(self.forms)
-        if not np.ptp(data.points.size):
-            forms = tuple(form for form in forms if form != "product" or self.forms == [form])  # the same as effective
-        fits: dict[str, Any] = {}
-        base = (
-            Member("effective", data, cuts, signs, self.seed) if {"effective", "process", "trees"} & {*forms} else None
-        )
-        for form in forms:
-            if form == "effective":
-                fits[form] = base
-            elif form in ("product", "exponential"):
-                fits[form] = Member(form, data, cuts, signs, self.seed)
-            elif form == "process" and data.mixture.max() >= MOST_MIXTURES:
-                self.refused_[form] = f"the table has more than {MOST_MIXTURES} mixtures, too many for a process."
-            elif form == "process":
-                fits[form] = Corrected(base, data, cuts, self.draws, self.seed)
-            else:
-                try:
-                    fits[form] = Boosted(base, data, cuts, self.draws, self.seed, folds)
-                except ImportError:
-                    self.refused_[form] = "scikit-learn is not installed; pip install 'isoflop[mixtures]' adds trees."
-        if not fits:
-            raise InputError(next(iter(self.refused_.values())))
-        return fits
+    def _fit_forms(self, data: Data, cuts: list[CutOff], signs: Array, folds: int) -> dict[str, Corrected]:
+        forms, members = FORMS if self.forms is None else self.forms, dict[str, Corrected]()
+        self.refused_ = dict[str, str]()
+        for name in forms:
+            form = Form("effective" if name == "trees" else name, data.points)
+            correction = boosted_trees if name == "trees" else Process
+            if name == "product" and not self.varies("N") and len(forms) > 1:
+                self.refused_[name] = "N does not vary, and then product is the same as effective."
+                continue
+            try:
+                members[name] = Corrected(form, correction, data, cuts, signs, folds)
+            except ImportError:
+                self.refused_[name] = "scikit-learn is missing; pip install 'isoflop[mixtures]' installs it."
+        if not members:
+            raise InputError(f"forms is {list(forms)}, and none can be fitted: {next(iter(self.refused_.values()))}")
+        return members
 
     def _weigh(self, cuts: list[CutOff], folds: int) -> None:
-        """Learn the forms' shares, the rate of their mean's error, and the scatter of runs, for each loss."""
+        """Learn the forms' shares and the rate of their error from hold-outs, and the scatter of runs."""
         import pandas as pd
 
         data, prior = self.data_, Prior(**read_constants("forecast")["mixture"])
-        held = [np.stack([member.held[j] for member in self.members_.values()]) for j in range(len(cuts))]
-        moves = [h - data.target[:, cut.tested] for h, cut in zip(held, cuts, strict=True)]  # (forms, losses, tested)
-        used = range(folds, len(cuts)) if len(cuts) > folds else range(folds)
-        self._weights, errors = [], []
-        for k in range(len(self.losses_)):
-            known = [data.weight[k, cut.tested] > 0 for cut in cuts]
-            rolled = [moves[j][:, k, known[j]] / cuts[j].further[known[j]] for j in used if known[j].any()]
-            self._weights.append(Weights.learn(rolled, len(self.members_), prior))
-            errors.append(np.sqrt(np.mean([(m**2).mean(axis=1) for m in rolled], axis=0)))
+        known = (data.weight > 0) & self._end
+        errors = [
+            np.stack([member.held[j] for member in self._members.values()]) - data.target[:, cut.tested]
+            for j, cut in enumerate(cuts)
+        ]
+        self._weights, squares = [], []
+        for k in range(len(known)):
+            tests = [*zip(errors, cuts, strict=True)][folds if folds < len(cuts) else 0 :]
+            moves = [(e[:, k] / cut.further)[:, known[k, cut.tested]] for e, cut in tests]
+            moves = [move for move in moves if move.size]
+            self._weights.append(Weights.learn(moves, len(self._members), prior))
+            squares.append(np.mean([(move**2).mean(axis=1) for move in moves], axis=0))
         share = np.stack([weights.share for weights in self._weights])
-        names = {"index": [*self.members_], "columns": [*self.losses_]}
-        self.weights_, self.errors_ = pd.DataFrame(share.T, **names), pd.DataFrame(np.transpose(errors), **names)
-        generator = np.random.default_rng(self.seed)
-        concentration = 1.0 / prior.disagreement - 1.0  # then the shares' draws keep this share of the forms' variance
-        drawn = generator.standard_gamma(
-            np.maximum(concentration * share, 1e-3)[:, None], (len(share), self.draws, share.shape[1])
+        names = {"index": [*self._members], "columns": [*self.losses_]}
+        self.weights_, self.errors_ = pd.DataFrame(share.T, **names), pd.DataFrame(np.sqrt(squares).T, **names)
+        # Dirichlet's distribution with this concentration keeps the prior's part of the variance between forms.
+        concentration = np.maximum(share * (1.0 / prior.disagreement - 1.0), 1e-3)
+        gamma = np.random.default_rng(self.seed).standard_gamma(
+            concentration[:, None], (len(share), self.draws, share.shape[1])
         )
-        self._shares = drawn / drawn.sum(axis=2, keepdims=True)
-        self.held_ = np.full(data.target.shape, np.nan)  # errors of log loss, each row by fits without its mixture
-        for move, cut in zip(moves[:folds], cuts[:folds], strict=True):
-            self.held_[:, cut.tested] = np.einsum("kf,fkt->kt", share, move)
-        self.held_ = np.where(data.weight > 0, self.held_, 0.0)
-        root = np.sqrt(data.weight) * self.held_
-        total = np.sqrt(data.weight) @ np.sqrt(data.weight).T
-        self._covariance = root @ root.T / np.maximum(total, 1e-300)
+        self._shares = gamma / gamma.sum(axis=2, keepdims=True)
+        self.held_ = np.zeros(data.target.shape)
+        for error, cut in zip(errors[:folds], cuts, strict=False):
+            self.held_[:, cut.tested] = np.einsum("kf,fkt->kt", share, error)
+        self.held_ *= data.weight > 0
+        even = known * self.held_ / np.sqrt(self._factor(data.points.weights))
+        self._covariance = even @ even.T / np.maximum(1.0 * known @ known.T, 1.0)
         self.noise_ = dict(zip(self.losses_, np.sqrt(np.diag(self._covariance)).tolist(), strict=True))
-
-    # Answers.
+        columns = [*(f"g_{name}" for name in self.domains_), *PRIORS]
+        self.constants_: Any = {}
+        for name, member in self._members.items():
+            theta, logs = member.theta.copy(), slice(len(self.domains_) if name == "exponential" else 0, None)
+            theta[:, logs] = np.exp(theta[:, logs])
+            self.constants_[name] = pd.DataFrame(theta, [*self.losses_], columns).drop(columns=[*member.form.lacks])
 
     def predict(
-        self,
-        weights: Any,
-        N: Any = None,
-        D: Any = None,
-        unique: Mapping[str, float] | None = None,
-        level: float = 0.95,
-        target: Mapping[str, float] | None = None,
-        kind: str = "run",
-    ) -> pd.DataFrame:
-        """Return loss_<name> with _low and _high for every loss, and the same for `target`, one row per point.
+        self, weights: Any, N: Any = None, D: Any = None, unique: Mapping[str, float] | None = None,
+        level: float = 0.95, target: Mapping[str, float] | None = None, kind: str = "run",
+    ) -> pd.DataFrame:  # fmt: skip
+        """Return loss_<name>, loss_<name>_low and loss_<name>_high, and the same of the target, one row per point.
 
         Parameters
         ----------
         weights
-            A mixture {domain: weight}, a list of these, a DataFrame with weight_<domain>, or an array (points, domains).
+            {domain: weight}, a list of these, a DataFrame with weight_<domain>, or an array (points, domains).
         N, D
-            Numbers or (points,); needed if they vary in the table.
+            Numbers or (points,), where they vary in the table.
         unique
-            Tokens that a domain has; without it the domain is not repeated.
+            {domain: unique tokens}; other domains are not repeated.
         target
-            {loss: weight}; the weights are scaled to a sum of one.
+            {loss: weight}, scaled to a sum of one.
         kind : {"run", "mean"}
-            Interval of a new run's loss, or of the mean loss of such runs.
+            Interval of a new run's loss, or of the mean of such runs.
         """
         import pandas as pd
 
         self._fitted()
         one_of("kind", kind, ("run", "mean"))
-        points = self.points(self.mixtures(weights), N, D, self.caps(unique))
-        rows = np.eye(len(self.losses_))
-        names = [f"loss_{name}" for name in self.losses_]
+        points = self.points(_mixtures(weights, self.domains_), N, D, self.caps(unique))
+        rows, names = np.eye(len(self.losses_)), [f"loss_{name}" for name in self.losses_]
         if target is not None:
             rows, names = np.vstack([rows, self.target(target)]), [*names, "target"]
         value, variance = self.moments(points, rows, kind == "run")
-        wide = half_width(level, [variance]) / value
-        columns = {}
+        wide, columns = half_width(level, [variance]) / value, {}
         for name, v, w in zip(names, value, wide, strict=True):
             columns |= {name: v, f"{name}_low": v * np.exp(-w), f"{name}_high": v * np.exp(w)}
         return pd.DataFrame(columns)
 
     def moments(self, points: Points, rows: Array, run: bool) -> tuple[Array, Array]:
-        """Return values and variances (targets, points) of combinations `rows` (targets, losses) of losses."""
+        """Return sums of losses with weights `rows` (sums, losses) at points, and their variances: (sums, points)."""
         log, draws = self.surfaces(points)
-        loss = np.exp(log)
-        value = rows @ loss
+        loss, rate = np.exp(log), np.array([weights.prior.drift * weights.rate for weights in self._weights])
         variance = np.stack([np.var(np.tensordot(row, np.exp(draws), axes=1), axis=1) for row in rows])
-        rate = np.array([weights.prior.drift * weights.rate for weights in self._weights])
-        variance += (rows @ (loss * rate[:, None]) * self.further(points)) ** 2
+        further = np.maximum(points.size + points.tokens - self._reach.max(), 0.0)
+        variance += (rows @ (loss * rate[:, None]) * further) ** 2
         if run:
-            parts = rows[:, :, None] * loss  # (targets, losses, points)
-            noise = np.einsum("tkp,kl,tlp->tp", parts, self._covariance, parts)
-            variance += noise * self._factor(points.weights)
-        return value, variance
+            parts = rows[:, :, None] * loss
+            scatter = np.einsum("skp,kl,slp->sp", parts, self._covariance, parts, optimize=True)
+            variance += scatter * self._factor(points.weights)
+        return rows @ loss, variance
 
     def surfaces(self, points: Points, draws: bool = True) -> tuple[Array, Array]:
         """Return log losses (losses, points) and, with `draws`, their draws (losses, points, draws)."""
-        log, drawn = 0.0, 0.0
-        for f, member in enumerate(self.members_.values()):
+        log, drawn = np.zeros(()), np.zeros(())
+        for f, member in enumerate(self._members.values()):
             value, moved = member.predict(points, draws)
             log = log + self.weights_.to_numpy()[f][:, None] * value
             drawn = drawn + self._shares[:, None, :, f] * moved if draws else drawn
         return log, drawn
 
-    def further(self, points: Points) -> Array:
-        """Return log(compute / the largest compute of the table), (points,); zero where negative."""
-        size = sum(
-            log + np.log(self.middle_.get(name, 1.0)) for name, log in (("N", points.size), ("D", points.tokens))
-        )
-        return np.maximum(np.log(6.0) + size - np.log(self.reach_.max()), 0.0)
-
     def best(
-        self,
-        target: Mapping[str, float] | None = None,
-        N: float | None = None,
-        D: float | None = None,
-        flops: float | None = None,
-        base: Mapping[str, float] | None = None,
-        max_epochs: float | None = None,
-        unique: Mapping[str, float] | None = None,
-        bounds: Mapping[str, tuple[float, float]] | None = None,
+        self, target: Mapping[str, float] | None = None, N: float | None = None, D: float | None = None,
+        flops: float | None = None, base: Mapping[str, float] | None = None, max_epochs: float | None = None,
+        unique: Mapping[str, float] | None = None, bounds: Mapping[str, tuple[float, float]] | None = None,
         level: float = 0.95,
-    ) -> BestMixture:
-        """Return the mixture of lowest target loss, and whether it is better than `base` beyond doubt.
+    ) -> BestMixture:  # fmt: skip
+        """Return the mixture of lowest target loss, and whether it beats `base` beyond doubt.
 
         Parameters
         ----------
         target
-            {loss: weight}, scaled to a sum of one; default: all losses alike.
+            {loss: weight}, scaled to a sum of one; by default all alike.
         N, D, flops
-            Of the run to plan, where they vary in the table; `flops` = 6 N D gives the missing one, or both, by the
-            lowest target loss of the base.
+            Of the planned run, by default the largest of the table; `flops` = 6 N D gives what is missing.
         base
-            The mixture to beat; default: the mixture with most runs, or if each has one, the mean of all.
+            {domain: weight} to beat; by default the mixture with most runs, or the mean of all if none has more.
         max_epochs, unique
-            Largest number of passes over a domain's `unique` tokens.
+            Most passes over a domain's `unique` tokens.
         bounds
-            {domain: (low, high)}; default: the range of each domain's weights in the table.
+            {domain: (low, high)}; by default the range of the table.
         """
         self._fitted()
-        return best_mixture(self, target, N, D, flops, base, max_epochs, unique, bounds, level)
-
-    # Arguments.
-
-    def mixtures(self, weights: Any) -> Array:
-        """Return mixtures as an array (points, domains) with sums of one. Raises InputError for other sums or names."""
-        import pandas as pd
-
-        if isinstance(weights, Mapping):
-            weights = [weights]
-        if isinstance(weights, Sequence) and weights and isinstance(weights[0], Mapping):
-            for row in weights:
-                _known("weights", row, self.domains_)
-            weights = [[row.get(name, 0.0) for name in self.domains_] for row in weights]
-        if not isinstance(weights, pd.DataFrame):
-            rows = np.atleast_2d(floats(weights))
-            if rows.shape[1] != len(self.domains_):
-                raise InputError(
-                    f"weights has {rows.shape[1]} columns; it needs one for each of {', '.join(self.domains_)}."
-                )
-            weights = pd.DataFrame(rows, columns=[f"weight_{name}" for name in self.domains_])
-        missing = [name for name in self.domains_ if f"weight_{name}" not in weights]
-        if missing:
-            raise InputError(f"weights has no column weight_{missing[0]}; each domain of the fit needs one.")
-        return _weights(weights, self.domains_)
+        start = None if base is None else _mixtures(base, self.domains_)[0]
+        return best_mixture(self, self.target(target), N, D, flops, start, max_epochs, self.caps(unique), bounds, level)
 
     def target(self, target: Mapping[str, float] | None) -> Array:
-        """Return the target's weights (losses,), which sum to one; None: all alike."""
-        if target is None:
-            return np.full(len(self.losses_), 1.0 / len(self.losses_))
-        _known("target", target, self.losses_)
-        row = floats([target.get(name, 0.0) for name in self.losses_])
+        """Return the weights of losses (losses,), which sum to one."""
+        row = named("target", dict.fromkeys(self.losses_, 1.0) if target is None else target, self.losses_, 0.0)
         if not ((row >= 0).all() and 0 < row.sum() < np.inf):
-            raise InputError(
-                f"target is {dict(target)}; its weights must be zero or more, and at least one above zero."
-            )
+            raise InputError(f"target is {target}; its weights must be zero or more, and one of them above zero.")
         return row / row.sum()
 
-    def varies(self, name: str) -> bool:
-        low, high = self.sizes_.get(name, (1.0, 1.0))
-        return high / low > SPREAD
-
-    def check_domains(self, name: str, values: Mapping[str, Any]) -> None:
-        _known(name, values, self.domains_)
-
-    def skill(self, row: Array) -> float:
-        """Return by how many standard errors held-out losses of target `row` (losses,) show that the mixture matters.
-
-        The difference of squared errors, without and with the mixture as an input, is averaged by mixture.
-        """
-        loss = np.exp(self.data_.target)
-        errors = [row @ (loss * held) for held in (self._ignorant, self.held_)]
-        known = (self.data_.weight[row > 0] > 0).all(axis=0)
-        weight = self.data_.weight[row > 0].mean(axis=0) * known
-        total = np.bincount(self.data_.mixture, weight)
-        saved = np.bincount(self.data_.mixture, weight * (errors[0] ** 2 - errors[1] ** 2))[total > 0]
-        return float(saved.sum() / max(np.sqrt(len(saved)) * saved.std(ddof=1), 1e-300))
-
     def caps(self, unique: Mapping[str, float] | None) -> Array:
-        """Return the unique tokens (1, domains), infinite without a cap."""
-        _known("unique", unique or {}, self.domains_)
-        if unique and "D" not in self.sizes_:
-            raise InputError("unique is given, but the table has no column D, so epochs are unknown; leave it out.")
-        positive("unique", [*unique.values()]) if unique else None
-        return floats([[(unique or {}).get(name) or np.inf for name in self.domains_]])
+        """Return unique tokens (1, domains), NaN without a cap."""
+        if unique:
+            positive("unique", [*unique.values()])
+        return named("unique", unique or {}, self.domains_, np.nan)[None]
 
 
-def _frame(table: Any) -> pd.DataFrame:
-    if isinstance(table, RunTable):
-        return table.frame.iloc[table.rows].reset_index(drop=True)
-    frame = load(table)[0]
-    if len(frame) == 0:
-        raise InputError("the table has no rows; at least one run is needed.")
-    return frame
-
-
-def _names(frame: pd.DataFrame, prefix: str) -> tuple[str, ...]:
-    names = [str(name) for name in frame.columns]
-    result = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix) and name != "loss_se")
-    least = 2 if prefix == "weight_" else 1
-    if len(result) < least:
-        raise InputError(f"the table has {len(result)} columns {prefix}<domain>; at least {least} must be there.")
-    return result
-
-
-def _weights(frame: pd.DataFrame, domains: Sequence[str]) -> Array:
-    """Return the weights of domains (n, m), scaled to sums of exactly one."""
-    weights = np.stack([numeric(frame, f"weight_{name}") for name in domains], axis=1)
-    total = weights.sum(axis=1)
-    bad = ~((weights >= 0).all(axis=1) & (np.abs(total - 1.0) <= SUM_ERROR))
-    if bad.any():
-        row = int(np.argmax(bad))
-        wrong = np.flatnonzero(~(weights[row] >= 0))
-        if len(wrong):
-            raise InputError(
-                f"weight_{domains[wrong[0]]} is {weights[row, wrong[0]]:g} in row {row}; it must be 0 or more."
-            )
-        raise InputError(f"the weights of row {row} sum to {total[row]:g}; they must sum to one.")
-    return np.asarray(weights / total[:, None])
-
-
-def _known(name: str, values: Mapping[str, Any], accepted: Sequence[str]) -> None:
-    unknown = [key for key in values if key not in accepted]
+def named(what: str, values: Mapping[str, Any], names: Sequence[str], default: Any) -> Array:
+    """Return values in the order of `names`. Raises InputError for others."""
+    unknown = [name for name in values if name not in names]
     if unknown:
-        raise InputError(f"{name} has {unknown[0]!r}; the table has {', '.join(accepted)}.")
+        raise InputError(f"{what} has {unknown[0]!r}; choose among {', '.join(names)}.")
+    return floats([values.get(name, default) for name in names])
+
+
+def _mixtures(weights: Any, domains: Sequence[str]) -> Array:
+    """Return weights as an array (n, m) whose rows sum to exactly one; see `MixtureLaw.predict`."""
+    if hasattr(weights, "columns"):
+        weights = weights.reindex(columns=[f"weight_{name}" for name in domains])
+        mixtures = np.stack([numeric(weights, name) for name in weights], axis=1)
+    else:
+        rows = [weights] if isinstance(weights, Mapping) else weights
+        rows = [named("weights", row, domains, 0.0) if isinstance(row, Mapping) else row for row in rows]
+        mixtures = np.atleast_2d(floats(rows))
+    if mixtures.shape[1] != len(domains):
+        raise InputError(f"weights has {mixtures.shape[1]} columns; it needs one for each of {', '.join(domains)}.")
+    total = mixtures.sum(axis=1)
+    bad = ~((mixtures >= 0).all(axis=1) & (np.abs(total - 1.0) <= SUM_ERROR))
+    if bad.any():
+        row = mixtures[np.argmax(bad)]
+        state = f"sum to {row.sum():.4g}" if (row >= 0).all() else f"include {row[~(row >= 0)][0]:.4g}"
+        raise InputError(f"the weights of row {np.argmax(bad)} {state}; they must be zero or more and sum to one.")
+    return np.asarray(mixtures / total[:, None])
+
+
+def _last(tokens: Array, group: np.ndarray) -> Array:
+    """Return the largest value of each row's group."""
+    last = np.full(group.max() + 1, -np.inf)
+    np.maximum.at(last, group, tokens)
+    return last[group]
 
 
 def _folds(data: Data, seed: int) -> list[CutOff]:
-    """Return hold-outs of a fifth of the mixtures each."""
-    count = int(data.mixture.max()) + 1
-    fold = (np.random.default_rng(seed).permutation(count) % min(FOLDS, count))[data.mixture]
-    masks = [fold == k for k in range(fold.max() + 1)]
-    return [CutOff(np.nan, ~tested, tested, np.ones(int(tested.sum()))) for tested in masks]
+    """Return FOLDS hold-outs of whole mixtures."""
+    fold = (np.random.default_rng(seed).permutation(data.mixture.max() + 1) % FOLDS)[data.mixture]
+    tests = [fold == k for k in range(fold.max() + 1)]
+    return [CutOff(np.nan, ~tested, tested, np.ones(int(tested.sum()))) for tested in tests]
