@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import ndtri
+from scipy.special import fdtr, fdtri, ndtri
 
 from ..errors import Array, InputError, check_level, positive
 from ..uncertainty import percentile_interval
@@ -66,7 +66,7 @@ def best_mixture(
     low, high = _bounds(law, bounds, max_epochs, caps, D)
     generator = np.random.default_rng(law.seed)
     about = [generator.dirichlet(np.maximum(c * base, 0.05) + (c == 0), CANDIDATES) for c in CONCENTRATIONS]
-    cloud = project(np.vstack([base, law.data_.points.weights, np.eye(len(low)), *about]), low, high)
+    cloud = project(np.vstack([base, law._data.points.weights, np.eye(len(low)), *about]), low, high)
 
     def losses(mixtures: Array, N: float | None, D: float | None) -> Array:
         return np.asarray(row @ np.exp(law.surfaces(law.points(mixtures, N, D, caps), draws=False)[0]))
@@ -81,8 +81,9 @@ def best_mixture(
     value, variance = law.moments(law.points(cloud[:2], N, D, caps), row[None], run=False)
     loss, base_loss = value[0].tolist()
     wide = float(ndtri(0.5 + 0.5 * level) * np.sqrt(variance[0, 0]))
-    gains, lowest = draws[1] - draws[0], cloud[draws.argmin(axis=0)]
-    reason, runs = _doubt(law, base_loss - loss, gains, level)
+    lowest = cloud[draws.argmin(axis=0)]
+    gain = base_loss - loss
+    half, probability, reason, runs = _doubt(law, gain, float((draws[1] - draws[0]).std()), level)
     scales = []
     for n, d in _scales(law, N, D):
         there = minimum(lambda mixtures: losses(mixtures, n, d), cloud, low, high)  # noqa: B023
@@ -99,9 +100,9 @@ def best_mixture(
         loss=loss,
         loss_interval=(loss - wide, loss + wide),
         base_loss=base_loss,
-        gain=base_loss - loss,
-        gain_interval=percentile_interval(gains, level),
-        probability=float(np.mean(gains > 0)),
+        gain=gain,
+        gain_interval=(gain - half, gain + half),
+        probability=probability,
         epochs={k: v for k, v in named(best * (D or np.nan) / caps[0]).items() if np.isfinite(v)},
         trustworthy=not reason,
         reason=reason,
@@ -138,7 +139,7 @@ def minimum(loss: Callable[[Array], Array], cloud: Array, low: Array, high: Arra
 
 def _base(law: MixtureLaw) -> Array:
     """Return the mixture that most runs share, or the mean of all mixtures if there is no such one."""
-    weights, mixture, group = law.data_.points.weights, law.data_.mixture, law.data_.group
+    weights, mixture, group = law._data.points.weights, law._data.mixture, law._data.group
     runs = np.bincount(np.unique(np.stack([mixture, group]), axis=1)[0])
     first = np.unique(mixture, return_index=True)[1]
     most = np.flatnonzero(runs == runs.max())
@@ -168,7 +169,7 @@ def _bounds(
     D: float | None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Return the lowest and the highest weight of each domain, (domains,)."""
-    weights = law.data_.points.weights
+    weights = law._data.points.weights
     limits = dict(zip(law.domains_, zip(weights.min(axis=0), weights.max(axis=0), strict=True), strict=True))
     for name, pair in (bounds or {}).items():
         if name not in limits or not 0.0 <= pair[0] <= pair[1] <= 1.0:
@@ -189,17 +190,23 @@ def _bounds(
     return low, high
 
 
-def _doubt(law: MixtureLaw, gain: float, gains: Array, level: float) -> tuple[str, int | None]:
-    """Return why the answer is not trustworthy ("" if it is), and the runs in all that would show the gain."""
-    runs, error = int(law.data_.group.max()) + 1, float(gains.std())
+def _doubt(law: MixtureLaw, gain: float, error: float, level: float) -> tuple[float, float, str, int | None]:
+    """Judge a gain by Scheffe's method, which allows for the choice of the best among all mixtures (Scheffe 1953).
+
+    Returns the interval's half width, the probability of a gain, why it is doubtful ("" if not), and the runs that would
+    show it.
+    """
+    runs, ways = int(law._data.group.max()) + 1, len(law.domains_) - 1
+    freedom = ways, max(runs - 2 * ways, 1)
+    wide = error * float(np.sqrt(ways * fdtri(*freedom, level)))
+    probability = float(fdtr(*freedom, (gain / max(error, 1e-12)) ** 2 / ways)) if gain > 0 else 0.0
     if gain <= 1e-9:
-        return "the base is already the best mixture within the bounds.", None
-    shown = gain / max(error, 1e-300) / ndtri(level)  # above one, the gain exceeds its lower limit
-    if shown >= 1.0:
-        return "", None
-    needed = int(np.ceil(runs / shown**2)) if shown**2 > 1.0 / MOST_RUNS else None
+        return wide, probability, "the base is already the best mixture within the bounds.", None
+    if gain > wide:
+        return wide, probability, "", None
+    needed = int(np.ceil(runs * (wide / gain) ** 2)) if wide / gain < MOST_RUNS**0.5 else None
     advice = f"about {needed} runs in all would show it" if needed else f"{MOST_RUNS:g} times as many runs are too few"
-    return f"the gain of {gain:.3g} is within the noise, its standard error being {error:.2g}; {advice}.", needed
+    return wide, probability, f"the gain of {gain:.3g} ± {wide:.2g} is within the noise; {advice}.", needed
 
 
 def _worth_training(cloud: Array, draws: Array) -> list[Array]:

@@ -31,6 +31,7 @@ STARTS = ((0.5, 0.2), (0.8, 0.3), (0.9, 0.15))  # E as a share of the lowest los
 FIXED = 1e9  # precision of a constant that a form lacks
 ROUNDS, REFITS, REWEIGHED = 60, 12, (0, 6, 12, 20)  # iterations; those in which outliers and noise are judged again
 HUBER = 3.0  # residuals above so many standard deviations count linearly
+MOST_LEVERAGE = 0.8  # of a group, when its residual is scaled to that of a fit without it; chosen by hand
 LEAST_NOISE = 1e-4  # of log loss
 RATIOS = np.geomspace(0.01, 100.0, 17)  # of the noise's variance to the process's; the likeliest is taken
 TREES = {"max_iter": 60, "max_depth": 4, "max_bins": 64, "min_samples_leaf": 5, "early_stopping": False}
@@ -210,12 +211,15 @@ class Corrected:
     def _move(self, data: Data, noise: Array, weight: Array, signs: Array, generator: Any) -> None:
         """Draw changes of theta, (losses, k, draws)."""
         log, slopes = self.form.value(self.theta, data.points)
-        scaled, groups = slopes * (weight / noise[:, None] ** 2)[..., None], int(data.group.max()) + 1
+        scaled = slopes * (weight / noise[:, None] ** 2)[..., None]
         curvature = scaled.swapaxes(1, 2) @ slopes
         inverse = np.linalg.inv(curvature + np.diag(self.form.precision))
-        freedom = np.maximum(groups - np.trace(inverse @ curvature, axis1=1, axis2=2), 1.0)
-        t = np.sqrt(groups / generator.chisquare(freedom[:, None], (len(freedom), len(signs))))
-        pull = np.einsum("pnk,pn,rn->pkr", scaled, data.target - log, signs, optimize=True) * t[:, None]
+        leverage = np.einsum("pnk,pkl,pnl->pn", scaled, inverse, slopes, optimize=True)
+        together = np.stack([np.bincount(data.group, row)[data.group] for row in leverage])
+        left_out = (data.target - log) / (1.0 - np.minimum(together, MOST_LEVERAGE))
+        freedom = np.maximum(data.group.max() + 1.0 - leverage.sum(axis=1), 1.0)[:, None]
+        t = np.sqrt(freedom / generator.chisquare(freedom, (len(freedom), len(signs))))
+        pull = np.einsum("pnk,pn,rn->pkr", scaled, left_out, signs, optimize=True) * t[:, None]
         prior = np.sqrt(self.form.precision)[:, None] * generator.standard_normal((slopes.shape[2], len(signs)))
         self.moves = inverse @ (pull + prior)
 
