@@ -60,8 +60,13 @@ def best_mixture(
 ) -> BestMixture:  # fmt: skip
     """See `MixtureLaw.best`; row (losses,) is the target, sizes are N and D, caps (1, domains) the unique tokens."""
     check_level(level)
-    seen, (N, D), generator = law.data_.points.weights, sizes, np.random.default_rng(law.seed)
-    base = _base(law) if base is None else base
+    (N, D), generator, data = sizes, np.random.default_rng(law.seed), law.data_
+    first = np.unique(data.mixture, return_index=True)[1]
+    seen = data.points.weights[first]
+    if base is None:  # the mixture of most runs, if there is one
+        runs = np.bincount(np.unique(np.stack([data.mixture, data.group]), axis=1)[0])
+        most = runs == runs.max()
+        base = (seen[most] if most.sum() == 1 else seen).mean(axis=0)
     low, high = _bounds(law, bounds, max_epochs, caps, D)
     about = [generator.dirichlet(np.maximum(c * base, 0.05) + (c == 0), CANDIDATES) for c in CONCENTRATIONS]
     cloud = project(np.vstack([base, seen, np.eye(len(low)), *about]), low, high)
@@ -118,14 +123,6 @@ def minimum(loss: Callable[[Array], Array], cloud: Array, low: Array, high: Arra
     return np.asarray(cloud[np.argmin(loss(cloud))])
 
 
-def _base(law: MixtureLaw) -> Array:
-    """Return the mixture that most runs share, or the mean of all mixtures if there is no such one."""
-    first = np.unique(law.data_.mixture, return_index=True)[1]
-    runs = np.bincount(np.unique(np.stack([law.data_.mixture, law.data_.group]), axis=1)[0])
-    most = np.flatnonzero(runs == runs.max())
-    return np.asarray(law.data_.points.weights[first[most] if len(most) == 1 else first].mean(axis=0))
-
-
 def _bounds(
     law: MixtureLaw, bounds: Mapping[str, tuple[float, float]], max_epochs: float | None, caps: Array, D: float | None
 ) -> tuple[Array, Array]:
@@ -158,10 +155,10 @@ def _doubt(law: MixtureLaw, gain: float, error: float, level: float) -> tuple[fl
     freedom = ways, max(runs - 2 * ways, 1)
     wide = error * float(np.sqrt(ways * fdtri(*freedom, level)))
     probability = float(fdtr(*freedom, (gain / max(error, 1e-12)) ** 2 / ways)) if gain > 0 else 0.0
+    if gain > max(wide, 1e-9):
+        return wide, probability, "", None
     if gain <= 1e-9:
         return wide, probability, "the base is already the best mixture within the bounds.", None
-    if gain > wide:
-        return wide, probability, "", None
     needed = int(np.ceil(runs * (wide / gain) ** 2)) if wide / gain < MOST_RUNS**0.5 else None
     advice = f"about {needed} runs in all would show it" if needed else f"{MOST_RUNS:g} times as many runs are too few"
     return wide, probability, f"the gain of {gain:.3g} ± {wide:.2g} is within the noise; {advice}.", needed

@@ -221,7 +221,9 @@ class MixtureLaw(Estimator):
 
         self._fitted()
         one_of("kind", kind, ("run", "mean"))
-        points = self.points(_mixtures(weights, self.domains_), N, D, self._caps(unique))
+        points = self.points(
+            _mixtures(weights, self.domains_), N, D, _named("unique", unique, self.domains_, np.nan)[None]
+        )
         rows, names = np.eye(len(self.losses_)), [f"loss_{name}" for name in self.losses_]
         if target is not None:
             rows, names = np.vstack([rows, self._target(target)]), [*names, "target"]
@@ -272,7 +274,8 @@ class MixtureLaw(Estimator):
             D = flops / 6.0 / N
         sizes = N or largest.get("N"), D or largest.get("D")
         start = None if base is None else _mixtures(base, self.domains_)[0]
-        caps, row = self._caps(unique), self._target(dict.fromkeys(self.losses_, 1.0) if target is None else target)
+        caps = _named("unique", unique, self.domains_, np.nan)[None]
+        row = self._target(dict.fromkeys(self.losses_, 1.0) if target is None else target)
         return best_mixture(self, row, sizes, start, caps, max_epochs, bounds or {}, level)
 
     def _target(self, target: Named) -> Array:
@@ -280,9 +283,6 @@ class MixtureLaw(Estimator):
         if not row.any():
             raise InputError(f"target is {target}; at least one weight must be above zero.")
         return row / row.sum()
-
-    def _caps(self, unique: Named) -> Array:
-        return _named("unique", unique, self.domains_, np.nan)[None]
 
 
 def _named(what: str, values: Named, names: Sequence[str], default: float) -> Array:
