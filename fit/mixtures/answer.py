@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy.special import fdtr, fdtri, ndtri
 
 from ..errors import Array, InputError, check_level, positive
 from ..uncertainty import percentile_interval
-
-if TYPE_CHECKING:
-    from .mixturelaw import MixtureLaw
 
 CANDIDATES = 256  # mixtures drawn at each concentration and spread
 CONCENTRATIONS = (0.0, 3.0, 30.0, 300.0)  # of Dirichlet's distribution about the base
@@ -55,7 +52,7 @@ class BestMixture:
 
 
 def best_mixture(
-    law: MixtureLaw, row: Array, sizes: tuple[float | None, float | None], base: Array | None, caps: Array,
+    law: Any, row: Array, sizes: tuple[float | None, float | None], base: Array | None, caps: Array,
     max_epochs: float | None, bounds: Mapping[str, tuple[float, float]], level: float,
 ) -> BestMixture:  # fmt: skip
     """See `MixtureLaw.best`; row (losses,) is the target, sizes are N and D, caps (1, domains) the unique tokens."""
@@ -64,8 +61,8 @@ def best_mixture(
     first = np.unique(data.mixture, return_index=True)[1]
     seen = data.points.weights[first]
     if base is None:  # the mixture of most runs, if there is one
-        runs = np.bincount(np.unique(np.stack([data.mixture, data.group]), axis=1)[0])
-        most = runs == runs.max()
+        counts = np.bincount(np.unique(np.stack([data.mixture, data.group]), axis=1)[0])
+        most = counts == counts.max()
         base = (seen[most] if most.sum() == 1 else seen).mean(axis=0)
     low, high = _bounds(law, bounds, max_epochs, caps, D)
     about = [generator.dirichlet(np.maximum(c * base, 0.05) + (c == 0), CANDIDATES) for c in CONCENTRATIONS]
@@ -90,8 +87,8 @@ def best_mixture(
     wide, lowest = float(ndtri(0.5 + 0.5 * level) * np.sqrt(variance)), cloud[draws.argmin(axis=0)]
     gain = answer["base_loss"] - answer["loss"]
     half, probability, reason, runs = _doubt(law, gain, float((draws[1] - draws[0]).std()), level)
-    smaller = [(value and np.geomspace(law.sizes_[name][0], value, 3)[:2]) for name, value in (("N", N), ("D", D))]
-    path = zip(*([None] * 2 if values is None else values.tolist() for values in smaller), strict=True)
+    ends = [(value, law.sizes_[name][0]) if value else None for name, value in (("N", N), ("D", D))]
+    path = zip(*(np.geomspace(e[1], e[0], 3)[:2].tolist() if e else (None, None) for e in ends), strict=True)
     moves = law.varies("N") or law.varies("D")
     return BestMixture(
         target=dict(zip(law.losses_, row.tolist(), strict=True)), level=level, **answer, base=named(base),
@@ -124,7 +121,7 @@ def minimum(loss: Callable[[Array], Array], cloud: Array, low: Array, high: Arra
 
 
 def _bounds(
-    law: MixtureLaw, bounds: Mapping[str, tuple[float, float]], max_epochs: float | None, caps: Array, D: float | None
+    law: Any, bounds: Mapping[str, tuple[float, float]], max_epochs: float | None, caps: Array, D: float | None
 ) -> tuple[Array, Array]:
     """Return the lowest and the highest weight of each domain, (domains,)."""
     seen = law.data_.points.weights
@@ -146,7 +143,7 @@ def _bounds(
     return low, high
 
 
-def _doubt(law: MixtureLaw, gain: float, error: float, level: float) -> tuple[float, float, str, int | None]:
+def _doubt(law: Any, gain: float, error: float, level: float) -> tuple[float, float, str, int | None]:
     """Judge a gain by Scheffe's method, because the best was chosen among all mixtures (Scheffe 1953).
 
     Returns the interval's half width, the probability of a gain, a reason for doubt, and the runs that would show it.

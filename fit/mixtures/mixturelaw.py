@@ -157,9 +157,9 @@ class MixtureLaw(Estimator):
         theta, _, noise, *_ = fit_form(form, data)
         residual = (data.target - form.value(theta, points)[0]) / noise[:, None]
         place = np.column_stack([points.weights, points.size, points.tokens]).round(6)
-        _, place, copies = np.unique(place, axis=0, return_inverse=True, return_counts=True)
-        mean = np.stack([np.bincount(place.ravel(), row) / copies for row in residual])[:, place.ravel()]
-        n = copies[place.ravel()]  # replicates show their noise without the form's error
+        _, at, copies = np.unique(place, axis=0, return_inverse=True, return_counts=True)
+        mean = np.stack([np.bincount(at.ravel(), row) / copies for row in residual])[:, at.ravel()]
+        n = copies[at.ravel()]  # replicates show their noise without the form's error
         squares = (np.where(n > 1, (residual - mean) * np.sqrt(n / np.maximum(n - 1, 1)), residual) ** 2).mean(axis=0)
         roots, weight = np.sqrt(points.weights), data.weight.mean(axis=0)
         length = float(np.quantile(pdist(roots[:500]), 0.1)) or 1.0
@@ -187,7 +187,7 @@ class MixtureLaw(Estimator):
             self._weights.append(Weights.learn(moves, len(members), prior))
             squares.append(np.mean([(move**2).mean(axis=1) for move in moves], axis=0))
         share = np.stack([weights.share for weights in self._weights])
-        names = {"index": [*members], "columns": [*self.losses_]}
+        names: Any = {"index": [*members], "columns": [*self.losses_]}
         self.weights_, self.errors_ = pd.DataFrame(share.T, **names), pd.DataFrame(np.sqrt(squares).T, **names)
         # Shares are drawn from Dirichlet's distribution, so wide that the prior's part of the forms' variance remains.
         shape = np.maximum(share * (1.0 / prior.disagreement - 1.0), 1e-3)[:, None]
