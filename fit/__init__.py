@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from .laws.persistence import read_law
     from .laws.powerlaw import PowerLaw
     from .laws.repetition import RepetitionLaw
+    from .mixtures.answer import BestMixture
+    from .mixtures.mixturelaw import MixtureLaw
     from .plots import (
         plot_allocation,
         plot_backtest,

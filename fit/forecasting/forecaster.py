@@ -129,13 +129,15 @@ class Member:
         return np.asarray(np.log(self.law.evaluate(constants, *(points[name][:, None] for name in self.law.inputs))))
 
 
-def cut_offs(inputs: Columns, reach: Array, groups: np.ndarray, min_runs: int = MIN_RUNS) -> list[CutOff]:
+def cut_offs(
+    inputs: Columns, reach: Array, groups: np.ndarray, min_runs: int = MIN_RUNS, min_values: int = MIN_VALUES
+) -> list[CutOff]:
     """Return hold-outs by falling cut-off of `reach` (n,); no group is both fitted and tested.
 
-    A hold-out fits at least `min_runs` rows of different inputs, with MIN_VALUES values of each input that has so many.
+    A hold-out fits at least `min_runs` rows of different inputs, with `min_values` values of each input that has so many.
     """
     columns = np.stack([*inputs.values()])
-    values = [min(MIN_VALUES, len(np.unique(column))) for column in columns]
+    values = [min(min_values, len(np.unique(column))) for column in columns]
     hold_outs, top = [], float(reach.max())
     while (fitted := reach <= top / GAP * (1.0 + 1e-4)).any():
         top = float(reach[fitted].max())

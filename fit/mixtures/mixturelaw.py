@@ -1,0 +1,317 @@
+"""The loss of every domain by the mixture that a model is trained on, from several forms weighed by hold-outs.
+
+Hold-outs are by compute where runs differ enough, else by mixture. Variances add up those of the forms' weighted mean
+over resamples and over shares, of a drift beyond the largest compute, and of runs at a mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from scipy.spatial.distance import cdist, pdist
+
+from ..errors import SPREAD, Array, InputError, floats, one_of, positive
+from ..files import read_constants
+from ..forecasting.forecaster import CutOff, Prior, Weights, cut_offs, half_width
+from ..laws.law import Estimator
+from ..table import RunTable, load, numeric
+from ..uncertainty import check_resampling, group_labels, numbered
+from .answer import BestMixture, best_mixture
+from .forms import PRIORS, Corrected, Data, Form, Points, Process, boosted_trees, fit_form
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMS = ("effective", "product", "exponential", "trees")
+FOLDS = 5  # hold-outs by mixture
+SUM_ERROR = 0.01  # a row's weights may miss a sum of one by so much
+LATER = 2.0  # power of D / the run's last D in a row's weight, because earlier checkpoints are not cooled down
+OWN_ROWS = 4.0  # rows near a mixture whose scatter counts as much as that of all rows; chosen by hand
+
+Named = Mapping[str, float] | None  # by domain or loss
+
+
+class MixtureLaw(Estimator):
+    """Losses by the weights of domains, and by N and D where these vary.
+
+    After `fit`: domains_, losses_, weights_ and errors_ (DataFrames, form x loss: shares, and root mean square errors
+    of log loss on hold-outs), hold_outs_ ("compute" or "mixture"), refused_ (form -> reason), noise_ (loss -> scatter
+    of a run's log loss), held_ (losses, rows: errors of log loss by fits without the row's mixture), constants_ (form
+    -> DataFrame by loss, for N and D over the table's geometric means).
+
+    Parameters
+    ----------
+    forms
+        Names among effective, product, exponential (mixtures/forms.py) and trees; by default all.
+    """
+
+    inputs, output = (), "table"
+
+    def __init__(self, forms: Sequence[str] | None = None, draws: int = 200, seed: int = 0) -> None:
+        for form in forms or ():
+            one_of("form", form, FORMS)
+        check_resampling(draws, seed)
+        self.forms, self.draws, self.seed = forms, draws, seed
+
+    def __repr__(self) -> str:
+        if not self.__sklearn_is_fitted__():
+            return f"MixtureLaw({'' if self.forms is None else f'forms={self.forms!r}'})"
+        shares = ", ".join(f"{form} {share:.0%}" for form, share in self.weights_.mean(axis=1).items())
+        sizes = f"{len(self.losses_)} losses by the weights of {len(self.domains_)} domains"
+        return f"MixtureLaw of {sizes}: {shares}; hold-outs by {self.hold_outs_}"
+
+    def fit(self, table: Any) -> Self:
+        """Fit to a DataFrame, RunTable, file or sweep directory.
+
+        Columns: weight_<domain>, with a sum of one; loss_<name>, in nats per token (empty: unknown); optionally N, D,
+        unique_<domain> (tokens; empty: no cap), and group or run_id, whose rows are resampled and held out together.
+        """
+        frame = table.frame.iloc[table.rows] if isinstance(table, RunTable) else load(table)[0]
+        self.domains_, self.losses_ = _columns(frame, "weight_"), _columns(frame, "loss_")
+        data = self._read(frame)
+        fold = (np.random.default_rng(self.seed).permutation(data.mixture.max() + 1) % FOLDS)[data.mixture]
+        folds = [CutOff(np.nan, fold != k, fold == k, np.ones((fold == k).sum())) for k in range(fold.max() + 1)]
+        rolling = self._rolling(data)
+        self.hold_outs_ = "compute" if rolling else "mixture"
+        self._data = data = self._weigh_rows(data)
+        signs = np.random.default_rng(self.seed).choice([-1.0, 1.0], size=(self.draws, int(data.group.max()) + 1))
+        self._members, self.refused_ = dict[str, Corrected](), dict[str, str]()
+        for name in self.forms or FORMS:
+            if name == "product" and not self.varies("N") and self.forms is None:
+                self.refused_[name] = "N does not vary, and then product is the same as effective."
+                continue
+            form, correction = (name, Process) if name != "trees" else ("effective", boosted_trees)
+            try:
+                args = Form(form, data.points), correction, data, [*folds, *rolling], signs[:, data.group], len(folds)
+                self._members[name] = Corrected(*args)
+            except ImportError:
+                self.refused_[name] = "scikit-learn is missing; pip install 'isoflop[mixtures]' installs it."
+        if not self._members:
+            raise InputError(next(iter(self.refused_.values())))
+        self._weigh(folds, rolling)
+        return self
+
+    def _read(self, frame: pd.DataFrame) -> Data:
+        """Check the table and return its rows."""
+        weights = _mixtures(frame, self.domains_)
+        losses = np.stack([numeric(frame, f"loss_{name}") for name in self.losses_])
+        for name, row in zip(self.losses_, losses, strict=True):
+            positive(f"loss_{name}", row[~np.isnan(row)])
+        for name, column in zip(self.domains_, weights.T, strict=True):
+            if np.ptp(column) < 1e-6:
+                raise InputError(f"weight_{name} is {column[0]:.4g} in every row; vary it, or leave the column out.")
+        mixture = np.unique(weights.round(6), axis=0, return_inverse=True)[1].ravel()
+        if mixture.max() + 1 < len(self.domains_) + 2:
+            count = f"the table has {mixture.max() + 1} different mixtures of {len(self.domains_)} domains"
+            raise InputError(f"{count}; at least {len(self.domains_) + 2} are needed.")
+        sizes = {name: positive(name, numeric(frame, name)) for name in ("N", "D") if name in frame}
+        self.sizes_ = {name: (float(values.min()), float(values.max())) for name, values in sizes.items()}
+        self._middle = {name: float(np.exp(np.log(values).mean())) for name, values in sizes.items()}
+        unique = np.stack([numeric(frame, f"unique_{name}") for name in self.domains_], axis=1)
+        points = self.points(weights, sizes.get("N"), sizes.get("D"), unique)
+        named = next((frame[name] for name in ("group", "run_id") if name in frame), None)
+        group = numbered(group_labels(named, len(frame)), *weights.T, *sizes.values())
+        last = np.full(group.max() + 1, -np.inf)
+        np.maximum.at(last, group, points.tokens)
+        later = np.exp(LATER * (points.tokens - last[group]))
+        self._end, self._reach = later > 1.0 - 1e-9, points.size + last[group]
+        known = np.isfinite(losses)
+        mean = np.array([np.log(row[use]).mean() for row, use in zip(losses, known, strict=True)])
+        target = np.where(known, np.log(np.where(known, losses, 1.0)), mean[:, None])
+        return Data(points, target, known * later / later.mean(), mixture, group)
+
+    def varies(self, name: str) -> bool:
+        """Return whether "N" or "D" varies in the table."""
+        low, high = self.sizes_.get(name, (1.0, 1.0))
+        return high / low > SPREAD
+
+    def points(self, weights: Array, N: Any, D: Any, unique: Array) -> Points:
+        """Return points at mixtures (n, m), N and D (None: the table's) and unique tokens (n or 1, m; NaN: no cap)."""
+        logs = {}
+        for name, value in (("N", N), ("D", D)):
+            low, high = self.sizes_.get(name, (np.nan, np.nan))
+            if value is None and self.varies(name):
+                raise InputError(f"{name} is missing; it is {low:.4g} to {high:.4g} in the table and must be given.")
+            size = (
+                1.0 if value is None else positive(name, np.atleast_1d(floats(value))) / self._middle.get(name, np.nan)
+            )
+            if not self.varies(name) and not (np.abs(np.log(size)) < np.log(SPREAD)).all():
+                state = f"is {low:.4g} in every row" if name in self.sizes_ else "is no column of the table"
+                raise InputError(f"{name} {state}, so losses at other {name} are unknown; leave {name} out.")
+            logs[name] = np.broadcast_to(np.log(size if self.varies(name) else 1.0), len(weights))
+        if "D" not in self._middle and np.isfinite(unique).any():
+            raise InputError("unique tokens are given, but D is no column of the table; add the tokens of each run.")
+        epochs = weights * self._middle.get("D", np.nan) * np.exp(logs["D"])[:, None] / unique
+        return Points(weights, logs["N"], logs["D"], np.log(np.fmax(epochs, 1.0)))
+
+    def _rolling(self, data: Data) -> list[CutOff]:
+        """Return hold-outs of the runs with more compute than those fitted."""
+        sizes = {"N": np.exp(data.points.size), "D": np.exp(data.points.tokens)}
+        columns = {name: column for name, column in sizes.items() if self.varies(name)}
+        mixtures = dict(zip(self.domains_, data.points.weights.T, strict=True))
+        least = len(self.domains_) + len(PRIORS)
+        return cut_offs(columns | mixtures, np.exp(self._reach), data.group, least, min_values=2) if columns else []
+
+    def _weigh_rows(self, data: Data) -> Data:
+        """Divide the rows' weights by the relative variance of runs near their mixture."""
+        form, points = Form("effective", data.points), data.points
+        theta, _, noise, *_ = fit_form(form, data)
+        residual = (data.target - form.value(theta, points)[0]) / noise[:, None]
+        place = np.column_stack([points.weights, points.size, points.tokens]).round(6)
+        _, place, copies = np.unique(place, axis=0, return_inverse=True, return_counts=True)
+        mean = np.stack([np.bincount(place.ravel(), row) / copies for row in residual])[:, place.ravel()]
+        n = copies[place.ravel()]  # replicates show their noise without the form's error
+        squares = (np.where(n > 1, (residual - mean) * np.sqrt(n / np.maximum(n - 1, 1)), residual) ** 2).mean(axis=0)
+        roots, weight = np.sqrt(points.weights), data.weight.mean(axis=0)
+        length = float(np.quantile(pdist(roots[:500]), 0.1)) or 1.0
+        self._scatter = roots, weight, weight * squares * weight.sum() / (weight @ squares), length
+        return Data(points, data.target, data.weight / self._factor(points.weights), data.mixture, data.group)
+
+    def _factor(self, weights: Array) -> Array:
+        """Return the variance of runs at mixtures (n, m) relative to the mean, shrunk towards one."""
+        roots, weight, squares, length = self._scatter
+        near = np.exp(-0.5 * (cdist(np.sqrt(weights), roots) / length) ** 2)
+        return np.asarray((OWN_ROWS + near @ squares) / (OWN_ROWS + near @ weight))
+
+    def _weigh(self, folds: list[CutOff], rolling: list[CutOff]) -> None:
+        """Learn the forms' shares and the rate of their error from hold-outs, and the scatter of runs."""
+        import pandas as pd
+
+        data, prior, cuts = self._data, Prior(**read_constants("forecast")["mixture"]), [*folds, *rolling]
+        known = (data.weight > 0) & self._end
+        held = [np.stack([member.held[j] for member in self._members.values()]) for j in range(len(cuts))]
+        errors = [h - data.target[:, cut.tested] for h, cut in zip(held, cuts, strict=True)]
+        tests = [*zip(errors, cuts, strict=True)][len(folds) if rolling else 0 :]
+        self._weights, squares = [], []
+        for k, use in enumerate(known):
+            moves = [(e[:, k] / cut.further)[:, use[cut.tested]] for e, cut in tests if use[cut.tested].any()]
+            self._weights.append(Weights.learn(moves, len(self._members), prior))
+            squares.append(np.mean([(move**2).mean(axis=1) for move in moves], axis=0))
+        share = np.stack([weights.share for weights in self._weights])
+        names = {"index": [*self._members], "columns": [*self.losses_]}
+        self.weights_, self.errors_ = pd.DataFrame(share.T, **names), pd.DataFrame(np.sqrt(squares).T, **names)
+        # Shares are drawn from Dirichlet's distribution, so wide that the prior's part of the forms' variance remains.
+        shape = np.maximum(share * (1.0 / prior.disagreement - 1.0), 1e-3)[:, None]
+        gamma = np.random.default_rng(self.seed).standard_gamma(shape, (len(share), self.draws, len(self._members)))
+        self._shares = gamma / gamma.sum(axis=2, keepdims=True)
+        self.held_ = np.zeros(data.target.shape)
+        for error, cut in zip(errors, folds, strict=False):
+            self.held_[:, cut.tested] = np.einsum("kf,fkt->kt", share, error)
+        self.held_ *= data.weight > 0
+        even = known * self.held_ / np.sqrt(self._factor(data.points.weights))
+        self._covariance = even @ even.T / np.maximum(1.0 * known @ known.T, 1.0)
+        self.noise_ = dict(zip(self.losses_, np.sqrt(np.diag(self._covariance)).tolist(), strict=True))
+        columns, self.constants_ = [*(f"g_{name}" for name in self.domains_), *PRIORS], dict[str, Any]()
+        for name, member in self._members.items():
+            theta, first_log = member.theta.copy(), len(self.domains_) if name == "exponential" else 0
+            theta[:, first_log:] = np.exp(theta[:, first_log:])
+            self.constants_[name] = pd.DataFrame(theta, [*self.losses_], columns).drop(columns=[*member.form.lacks])
+
+    def predict(
+        self, weights: Any, N: Any = None, D: Any = None, unique: Named = None, level: float = 0.95,
+        target: Named = None, kind: str = "run",
+    ) -> pd.DataFrame:  # fmt: skip
+        """Return loss_<name>, loss_<name>_low and loss_<name>_high, and the same of a target, one row per point.
+
+        weights: {domain: weight}, a list of these, a DataFrame with weight_<domain>, or an array (points, domains).
+        N, D: numbers or (points,), where they vary in the table. unique: {domain: unique tokens}. target: {loss:
+        weight}, scaled to a sum of one. kind: "run" for intervals of a new run, "mean" for the mean of such runs.
+        """
+        import pandas as pd
+
+        self._fitted()
+        one_of("kind", kind, ("run", "mean"))
+        points = self.points(_mixtures(weights, self.domains_), N, D, self.caps(unique))
+        rows, names = np.eye(len(self.losses_)), [f"loss_{name}" for name in self.losses_]
+        if target is not None:
+            rows, names = np.vstack([rows, self.target(target)]), [*names, "target"]
+        value, variance = self.moments(points, rows, kind == "run")
+        wide = np.exp(half_width(level, [variance]) / value)
+        ends = {"": value, "_low": value / wide, "_high": value * wide}
+        return pd.DataFrame({name + end: v[i] for i, name in enumerate(names) for end, v in ends.items()})
+
+    def moments(self, points: Points, rows: Array, run: bool) -> tuple[Array, Array]:
+        """Return sums of losses with weights `rows` (sums, losses) at points, and their variances: (sums, points)."""
+        log, draws = self.surfaces(points)
+        loss, rate = np.exp(log), np.array([weights.prior.drift * weights.rate for weights in self._weights])
+        variance = np.stack([np.var(np.tensordot(row, np.exp(draws), axes=1), axis=1) for row in rows])
+        further = np.maximum(points.size + points.tokens - self._reach.max(), 0.0)
+        variance += (rows @ (loss * rate[:, None]) * further) ** 2
+        if run:
+            parts = rows[:, :, None] * loss
+            scatter = np.einsum("skp,kl,slp->sp", parts, self._covariance, parts, optimize=True)
+            variance += scatter * self._factor(points.weights)
+        return rows @ loss, variance
+
+    def surfaces(self, points: Points, draws: bool = True) -> tuple[Array, Array]:
+        """Return log losses (losses, points) and, with `draws`, their draws (losses, points, draws)."""
+        values = [member.predict(points, draws) for member in self._members.values()]
+        log = sum(share[:, None] * value for share, (value, _) in zip(self.weights_.to_numpy(), values, strict=True))
+        shares = np.moveaxis(self._shares, 2, 0)[:, :, None]
+        drawn = sum(share * moved for share, (_, moved) in zip(shares, values, strict=True)) if draws else log
+        return np.asarray(log), np.asarray(drawn)
+
+    def best(
+        self, target: Named = None, N: float | None = None, D: float | None = None, flops: float | None = None,
+        base: Named = None, max_epochs: float | None = None, unique: Named = None,
+        bounds: Mapping[str, tuple[float, float]] | None = None, level: float = 0.95,
+    ) -> BestMixture:  # fmt: skip
+        """Return the mixture of lowest target loss, and whether it beats `base` beyond doubt.
+
+        target: {loss: weight}, scaled to a sum of one; by default all alike. N, D: of the planned run, by default the
+        largest of the table; flops = 6 N D gives what is missing. base: {domain: weight}; by default the mixture with
+        most runs, or the mean of all if no mixture has more. max_epochs: most passes over a domain's `unique` tokens.
+        bounds: {domain: (low, high)}, by default the range of the table.
+        """
+        self._fitted()
+        start = None if base is None else _mixtures(base, self.domains_)[0]
+        return best_mixture(self, self.target(target), N, D, flops, start, max_epochs, self.caps(unique), bounds, level)
+
+    def target(self, target: Named) -> Array:
+        """Return the weights of losses (losses,), which sum to one."""
+        row = _named("target", dict.fromkeys(self.losses_, 1.0) if target is None else target, self.losses_, 0.0)
+        if not ((row >= 0).all() and 0 < row.sum() < np.inf):
+            raise InputError(f"target is {target}; its weights must be zero or more, and one of them above zero.")
+        return row / row.sum()
+
+    def caps(self, unique: Named) -> Array:
+        """Return unique tokens (1, domains), NaN without a cap."""
+        if unique:
+            positive("unique", [*unique.values()])
+        return _named("unique", unique or {}, self.domains_, np.nan)[None]
+
+
+def _columns(frame: pd.DataFrame, prefix: str) -> tuple[str, ...]:
+    names = [str(name) for name in frame.columns if name != "loss_se"]
+    if not any(name.startswith(prefix) for name in names):
+        raise InputError(f"the table has no column {prefix}<domain>; one for each domain is needed.")
+    return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def _named(what: str, values: Mapping[str, Any], names: Sequence[str], default: Any) -> Array:
+    """Return values in the order of `names`. Raises InputError for others."""
+    unknown = [name for name in values if name not in names]
+    if unknown:
+        raise InputError(f"{what} has {unknown[0]!r}; choose among {', '.join(names)}.")
+    return floats([values.get(name, default) for name in names])
+
+
+def _mixtures(weights: Any, domains: Sequence[str]) -> Array:
+    """Return weights as an array (n, m) whose rows sum to exactly one; see `MixtureLaw.predict`."""
+    if hasattr(weights, "columns"):
+        mixtures = np.stack([numeric(weights, f"weight_{name}") for name in domains], axis=1)
+    else:
+        rows = [weights] if isinstance(weights, Mapping) else weights
+        rows = [_named("weights", row, domains, 0.0) if isinstance(row, Mapping) else row for row in rows]
+        mixtures = np.atleast_2d(floats(rows))
+    if mixtures.shape[1] != len(domains):
+        raise InputError(f"weights has {mixtures.shape[1]} columns; it needs one for each of {', '.join(domains)}.")
+    total = mixtures.sum(axis=1)
+    bad = ~((mixtures >= 0).all(axis=1) & (np.abs(total - 1.0) <= SUM_ERROR))
+    if bad.any():
+        row = mixtures[np.argmax(bad)]
+        state = f"sum to {row.sum():.4g}" if (row >= 0).all() else f"include {row[~(row >= 0)][0]:.4g}"
+        raise InputError(f"the weights of row {np.argmax(bad)} {state}; they must be zero or more and sum to one.")
+    return np.asarray(mixtures / total[:, None])
