@@ -134,7 +134,7 @@ def cut_offs(
 ) -> list[CutOff]:
     """Return hold-outs by falling cut-off of `reach` (n,); no group is both fitted and tested.
 
-    A hold-out fits at least `min_runs` rows of different inputs, with `min_values` values of each input that has so many.
+    A hold-out fits at least `min_runs` rows of different inputs, and `min_values` values of an input that has so many.
     """
     columns = np.stack([*inputs.values()])
     values = [min(min_values, len(np.unique(column))) for column in columns]

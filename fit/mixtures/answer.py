@@ -1,4 +1,4 @@
-"""The best mixture for a target by a fitted `MixtureLaw`, whether it beats a base beyond doubt, and what to run next."""
+"""The best mixture for a target by a fitted `MixtureLaw`, whether it beats a base, and what to train next."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MOST_RUNS = 100.0  # times the runs of the table; more are not worth a number
 class BestMixture:
     """The best mixture at N and D (None: those of the table), with intervals of probability `level`.
 
-    weights and base: domain -> weight; intervals: domain -> (low, high) over draws of the fit. loss, base_loss: the
-    target's, in nats per token. probability: that the gain, base_loss - loss, is above zero. epochs: domain -> passes
-    over its unique tokens, where given. reason: why the answer is not trustworthy, one sentence. runs_needed: runs in
-    all that would show this gain, None if not needed or unknown. next: mixtures worth training, best first. scales: the
-    best weights from the smallest run of the table to this one, {"N", "D", "weights", "loss", "base_loss"}.
+    weights, base: domain -> weight. intervals: domain -> (low, high) over draws of the fit. loss, base_loss, gain =
+    base_loss - loss: of the target, in nats per token. probability: of a gain. epochs: domain -> passes over its unique
+    tokens, where given. reason: why the answer is not trustworthy, one sentence. runs_needed: runs in all that would
+    show this gain, None if unknown or not needed. next: mixtures worth training, best first. scales: from the smallest
+    run of the table to this one, {"N", "D", "weights", "loss", "base_loss"}.
     """
 
     target: dict[str, float]
@@ -56,60 +56,47 @@ class BestMixture:
 
 
 def best_mixture(
-    law: MixtureLaw, row: Array, N: float | None, D: float | None, flops: float | None, base: Array | None,
-    max_epochs: float | None, caps: Array, bounds: Mapping[str, tuple[float, float]] | None, level: float,
+    law: MixtureLaw, row: Array, sizes: tuple[float | None, float | None], base: Array | None, caps: Array,
+    max_epochs: float | None, bounds: Mapping[str, tuple[float, float]], level: float,
 ) -> BestMixture:  # fmt: skip
-    """See `MixtureLaw.best`; row (losses,) is the target, caps (1, domains) are unique tokens."""
+    """See `MixtureLaw.best`; row (losses,) is the target, sizes are N and D, caps (1, domains) the unique tokens."""
     check_level(level)
+    seen, (N, D), generator = law.data_.points.weights, sizes, np.random.default_rng(law.seed)
     base = _base(law) if base is None else base
-    N, D = _sizes(law, row, base, caps, N, D, flops)
     low, high = _bounds(law, bounds, max_epochs, caps, D)
-    generator = np.random.default_rng(law.seed)
     about = [generator.dirichlet(np.maximum(c * base, 0.05) + (c == 0), CANDIDATES) for c in CONCENTRATIONS]
-    cloud = project(np.vstack([base, law._data.points.weights, np.eye(len(low)), *about]), low, high)
+    cloud = project(np.vstack([base, seen, np.eye(len(low)), *about]), low, high)
 
-    def losses(mixtures: Array, N: float | None, D: float | None) -> Array:
-        return np.asarray(row @ np.exp(law.surfaces(law.points(mixtures, N, D, caps), draws=False)[0]))
+    def best_at(N: float | None, D: float | None) -> tuple[Array, dict[str, Any]]:
+        def losses(mixtures: Array) -> Array:
+            return np.asarray(row @ np.exp(law.surfaces(law.points(mixtures, N, D, caps), draws=False)[0]))
+
+        best = minimum(losses, cloud, low, high)
+        loss, base_loss = losses(np.stack([best, base])).tolist()
+        return best, {"N": N, "D": D, "weights": named(best), "loss": loss, "base_loss": base_loss}
 
     def named(mixture: Array) -> dict[str, float]:
         return dict(zip(law.domains_, mixture.tolist(), strict=True))
 
-    best = minimum(lambda mixtures: losses(mixtures, N, D), cloud, low, high)
-    near = project(generator.dirichlet(30.0 * best + 0.05, CANDIDATES), low, high)
-    cloud = np.vstack([best, base, near, cloud])
+    best, answer = best_at(N, D)
+    cloud = np.vstack([best, base, project(generator.dirichlet(30.0 * best + 0.05, CANDIDATES), low, high), cloud])
     draws = np.tensordot(row, np.exp(law.surfaces(law.points(cloud, N, D, caps))[1]), axes=1)
-    value, variance = law.moments(law.points(cloud[:2], N, D, caps), row[None], run=False)
-    loss, base_loss = value[0].tolist()
-    wide = float(ndtri(0.5 + 0.5 * level) * np.sqrt(variance[0, 0]))
-    lowest = cloud[draws.argmin(axis=0)]
-    gain = base_loss - loss
+    variance = law.moments(law.points(best[None], N, D, caps), row[None], run=False)[1].item()
+    wide, lowest = float(ndtri(0.5 + 0.5 * level) * np.sqrt(variance)), cloud[draws.argmin(axis=0)]
+    gain = answer["base_loss"] - answer["loss"]
     half, probability, reason, runs = _doubt(law, gain, float((draws[1] - draws[0]).std()), level)
-    scales = []
-    for n, d in _scales(law, N, D):
-        there = minimum(lambda mixtures: losses(mixtures, n, d), cloud, low, high)  # noqa: B023
-        pair = losses(np.stack([there, base]), n, d).tolist()
-        scales.append({"N": n, "D": d, "weights": named(there), "loss": pair[0], "base_loss": pair[1]})
+    smaller = [(value and np.geomspace(law.sizes_[name][0], value, 3)[:2]) for name, value in (("N", N), ("D", D))]
+    path = zip(*([None] * 2 if values is None else values.tolist() for values in smaller), strict=True)
+    moves = law.varies("N") or law.varies("D")
     return BestMixture(
-        target=dict(zip(law.losses_, row.tolist(), strict=True)),
-        N=N,
-        D=D,
-        level=level,
-        weights=named(best),
+        target=dict(zip(law.losses_, row.tolist(), strict=True)), level=level, **answer, base=named(base),
         intervals=dict(zip(law.domains_, (percentile_interval(w, level) for w in lowest.T), strict=True)),
-        base=named(base),
-        loss=loss,
-        loss_interval=(loss - wide, loss + wide),
-        base_loss=base_loss,
-        gain=gain,
-        gain_interval=(gain - half, gain + half),
-        probability=probability,
+        loss_interval=(answer["loss"] - wide, answer["loss"] + wide), gain=gain, probability=probability,
+        gain_interval=(gain - half, gain + half), trustworthy=not reason, reason=reason, runs_needed=runs,
         epochs={k: v for k, v in named(best * (D or np.nan) / caps[0]).items() if np.isfinite(v)},
-        trustworthy=not reason,
-        reason=reason,
-        runs_needed=runs,
         next=[named(mixture) for mixture in _worth_training(cloud, draws)],
-        scales=scales,
-    )
+        scales=[*(best_at(*size)[1] for size in path), answer] if moves else [],
+    )  # fmt: skip
 
 
 def project(mixtures: Array, low: Array, high: Array) -> Array:
@@ -123,59 +110,38 @@ def project(mixtures: Array, low: Array, high: Array) -> Array:
 
 
 def minimum(loss: Callable[[Array], Array], cloud: Array, low: Array, high: Array) -> Array:
-    """Return the mixture of lowest loss (n,): the best of a cloud (n, m), refined by sequential quadratic programming."""
+    """Return the mixture of lowest loss (n,): the best of a cloud (n, m), refined by quadratic programming."""
 
     def with_slopes(mixture: Array) -> tuple[float, Array]:
         values = loss(np.vstack([mixture, mixture + STEP * np.eye(len(mixture))]))
         return float(values[0]), (values[1:] - values[0]) / STEP
 
-    limits = [*zip(low, high, strict=True)]
-    total = {"type": "eq", "fun": lambda w: w.sum() - 1.0, "jac": np.ones_like}
+    limits, one = [*zip(low, high, strict=True)], {"type": "eq", "fun": lambda w: w.sum() - 1.0, "jac": np.ones_like}
     tops = cloud[np.argsort(loss(cloud), kind="stable")[:REFINED]]
-    ends = [minimize(with_slopes, w, jac=True, method="SLSQP", bounds=limits, constraints=total).x for w in tops]
+    ends = [minimize(with_slopes, w, jac=True, method="SLSQP", bounds=limits, constraints=one).x for w in tops]
     ends = np.vstack([tops, project(np.nan_to_num(ends), low, high)])
     return np.asarray(ends[np.argmin(loss(ends))])
 
 
 def _base(law: MixtureLaw) -> Array:
     """Return the mixture that most runs share, or the mean of all mixtures if there is no such one."""
-    weights, mixture, group = law._data.points.weights, law._data.mixture, law._data.group
-    runs = np.bincount(np.unique(np.stack([mixture, group]), axis=1)[0])
-    first = np.unique(mixture, return_index=True)[1]
+    first = np.unique(law.data_.mixture, return_index=True)[1]
+    runs = np.bincount(np.unique(np.stack([law.data_.mixture, law.data_.group]), axis=1)[0])
     most = np.flatnonzero(runs == runs.max())
-    return np.asarray(weights[first[most]].mean(axis=0) if len(most) == 1 else weights[first].mean(axis=0))
-
-
-def _sizes(
-    law: MixtureLaw, row: Array, base: Array, caps: Array, N: float | None, D: float | None, flops: float | None
-) -> tuple[float | None, float | None]:
-    """Return N and D of the planned run: as given, by `flops`, or of the largest run."""
-    largest = {name: high for name, (_, high) in law.sizes_.items()}
-    if flops is None:
-        return largest.get("N") if N is None else N, largest.get("D") if D is None else D
-    positive("flops", [flops])
-    if len(largest) < 2 or (N is not None and D is not None):
-        raise InputError(f"flops is {flops:g}; it needs N and D in the table, and not both of N and D next to it.")
-    N, D = N if law.varies("N") else largest["N"], D if law.varies("D") else largest["D"]
-    if N is None and D is None:
-        sizes = np.sqrt(flops / 6.0 / np.geomspace(0.1, 1e4, 400))  # by tokens per parameter
-        points = law.points(np.tile(base, (400, 1)), sizes, flops / 6.0 / sizes, caps)
-        N = float(sizes[np.argmin(row @ np.exp(law.surfaces(points, draws=False)[0]))])
-    return (N, flops / 6.0 / N) if N is not None else (flops / 6.0 / D, D)  # type: ignore[operator]
+    return np.asarray(law.data_.points.weights[first[most] if len(most) == 1 else first].mean(axis=0))
 
 
 def _bounds(
-    law: MixtureLaw, bounds: Mapping[str, tuple[float, float]] | None, max_epochs: float | None, caps: Array,
-    D: float | None,
-) -> tuple[Array, Array]:  # fmt: skip
+    law: MixtureLaw, bounds: Mapping[str, tuple[float, float]], max_epochs: float | None, caps: Array, D: float | None
+) -> tuple[Array, Array]:
     """Return the lowest and the highest weight of each domain, (domains,)."""
-    weights = law._data.points.weights
-    limits = dict(zip(law.domains_, zip(weights.min(axis=0), weights.max(axis=0), strict=True), strict=True))
-    for name, pair in (bounds or {}).items():
+    seen = law.data_.points.weights
+    limits = dict(zip(law.domains_, zip(seen.min(axis=0), seen.max(axis=0), strict=True), strict=True))
+    for name, pair in bounds.items():
         if name not in limits or not 0.0 <= pair[0] <= pair[1] <= 1.0:
             names = ", ".join(law.domains_)
             raise InputError(f"bounds of {name} are {pair}; give two weights from 0 to 1 for domains among {names}.")
-    low, high = np.array([*(limits | dict(bounds or {})).values()], dtype=np.float64).T
+    low, high = np.array([*(limits | dict(bounds)).values()], dtype=np.float64).T
     if max_epochs is not None:
         positive("max_epochs", [max_epochs])
         if not np.isfinite(caps).any():
@@ -184,19 +150,16 @@ def _bounds(
         low = np.minimum(low, high)
     if low.sum() > 1.0 + 1e-9 or high.sum() < 1.0 - 1e-9:
         sums = f"from {low.sum():.4g} to {high.sum():.4g}"
-        raise InputError(
-            f"bounds leave no mixture, because weights within them sum to {sums}; widen them, or max_epochs."
-        )
+        raise InputError(f"bounds leave no mixture, as weights within them sum to {sums}; widen them or max_epochs.")
     return low, high
 
 
 def _doubt(law: MixtureLaw, gain: float, error: float, level: float) -> tuple[float, float, str, int | None]:
-    """Judge a gain by Scheffe's method, which allows for the choice of the best among all mixtures (Scheffe 1953).
+    """Judge a gain by Scheffe's method, because the best was chosen among all mixtures (Scheffe 1953).
 
-    Returns the interval's half width, the probability of a gain, why it is doubtful ("" if not), and the runs that would
-    show it.
+    Returns the interval's half width, the probability of a gain, a reason for doubt, and the runs that would show it.
     """
-    runs, ways = int(law._data.group.max()) + 1, len(law.domains_) - 1
+    runs, ways = int(law.data_.group.max()) + 1, len(law.domains_) - 1
     freedom = ways, max(runs - 2 * ways, 1)
     wide = error * float(np.sqrt(ways * fdtri(*freedom, level)))
     probability = float(fdtr(*freedom, (gain / max(error, 1e-12)) ** 2 / ways)) if gain > 0 else 0.0
@@ -217,11 +180,3 @@ def _worth_training(cloud: Array, draws: Array) -> list[Array]:
         chosen += [cloud[fall.argmax()]] if fall.max() > 0 else []
         lowest = np.minimum(lowest, draws[fall.argmax()])
     return chosen
-
-
-def _scales(law: MixtureLaw, N: float | None, D: float | None) -> list[Any]:
-    """Return three (N, D) from the smallest of the table to this one, or none where neither varies."""
-    if not (law.varies("N") or law.varies("D")):
-        return []
-    ends = [(law.sizes_[name][0], value) if value else None for name, value in (("N", N), ("D", D))]
-    return [*zip(*([None] * 3 if pair is None else np.geomspace(*pair, 3).tolist() for pair in ends), strict=True)]

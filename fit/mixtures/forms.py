@@ -131,6 +131,11 @@ class Form:
         parts = np.exp(theta[: self.m]) * self._worth(points, R)[0].reshape(points.weights.shape) ** p
         return np.asarray(parts / np.maximum(parts.sum(axis=1, keepdims=True), 1e-300))
 
+    def constants(self, theta: Array) -> Array:
+        """Return g and the constants of PRIORS, (P, k)."""
+        logs = np.arange(theta.shape[1]) >= (self.m if self.kind == "exponential" else 0)
+        return np.where(logs, np.exp(np.where(logs, theta, 0.0)), theta)
+
 
 @np.errstate(all="ignore")  # a step that overflows is not taken
 def solve(form: Form, theta: Array, prior: Array, data: Data, rows: Any, noise: Array | None = None) -> list[Array]:

@@ -36,15 +36,11 @@ Named = Mapping[str, float] | None  # by domain or loss
 class MixtureLaw(Estimator):
     """Losses by the weights of domains, and by N and D where these vary.
 
+    forms: names among effective, product, exponential (mixtures/forms.py) and trees; by default all.
     After `fit`: domains_, losses_, weights_ and errors_ (DataFrames, form x loss: shares, and root mean square errors
     of log loss on hold-outs), hold_outs_ ("compute" or "mixture"), refused_ (form -> reason), noise_ (loss -> scatter
     of a run's log loss), held_ (losses, rows: errors of log loss by fits without the row's mixture), constants_ (form
     -> DataFrame by loss, for N and D over the table's geometric means).
-
-    Parameters
-    ----------
-    forms
-        Names among effective, product, exponential (mixtures/forms.py) and trees; by default all.
     """
 
     inputs, output = (), "table"
@@ -59,8 +55,7 @@ class MixtureLaw(Estimator):
         if not self.__sklearn_is_fitted__():
             return f"MixtureLaw({'' if self.forms is None else f'forms={self.forms!r}'})"
         shares = ", ".join(f"{form} {share:.0%}" for form, share in self.weights_.mean(axis=1).items())
-        sizes = f"{len(self.losses_)} losses by the weights of {len(self.domains_)} domains"
-        return f"MixtureLaw of {sizes}: {shares}; hold-outs by {self.hold_outs_}"
+        return f"MixtureLaw of {', '.join(self.losses_)}: {shares}; hold-outs by {self.hold_outs_}"
 
     def fit(self, table: Any) -> Self:
         """Fit to a DataFrame, RunTable, file or sweep directory.
@@ -69,27 +64,28 @@ class MixtureLaw(Estimator):
         unique_<domain> (tokens; empty: no cap), and group or run_id, whose rows are resampled and held out together.
         """
         frame = table.frame.iloc[table.rows] if isinstance(table, RunTable) else load(table)[0]
-        self.domains_, self.losses_ = _columns(frame, "weight_"), _columns(frame, "loss_")
-        data = self._read(frame)
+        names = [str(name) for name in frame.columns if name != "loss_se"]
+        self.domains_ = tuple(name[7:] for name in names if name.startswith("weight_"))
+        self.losses_ = tuple(name[5:] for name in names if name.startswith("loss_"))
+        if not (self.domains_ and self.losses_):
+            raise InputError("the table needs columns weight_<domain> and loss_<name>, and lacks one or both.")
+        self.data_ = data = self._weigh_rows(self._read(frame))
         fold = (np.random.default_rng(self.seed).permutation(data.mixture.max() + 1) % FOLDS)[data.mixture]
         folds = [CutOff(np.nan, fold != k, fold == k, np.ones((fold == k).sum())) for k in range(fold.max() + 1)]
         rolling = self._rolling(data)
         self.hold_outs_ = "compute" if rolling else "mixture"
-        self._data = data = self._weigh_rows(data)
         signs = np.random.default_rng(self.seed).choice([-1.0, 1.0], size=(self.draws, int(data.group.max()) + 1))
         self._members, self.refused_ = dict[str, Corrected](), dict[str, str]()
         for name in self.forms or FORMS:
-            if name == "product" and not self.varies("N") and self.forms is None:
-                self.refused_[name] = "N does not vary, and then product is the same as effective."
-                continue
             form, correction = (name, Process) if name != "trees" else ("effective", boosted_trees)
+            args = Form(form, data.points), correction, data, [*folds, *rolling], signs[:, data.group], len(folds)
             try:
-                args = Form(form, data.points), correction, data, [*folds, *rolling], signs[:, data.group], len(folds)
-                self._members[name] = Corrected(*args)
+                if name != "product" or self.varies("N") or self.forms:
+                    self._members[name] = Corrected(*args)
             except ImportError:
                 self.refused_[name] = "scikit-learn is missing; pip install 'isoflop[mixtures]' installs it."
         if not self._members:
-            raise InputError(next(iter(self.refused_.values())))
+            raise InputError(f"forms is {self.forms}: {self.refused_['trees']}")
         self._weigh(folds, rolling)
         return self
 
@@ -97,27 +93,29 @@ class MixtureLaw(Estimator):
         """Check the table and return its rows."""
         weights = _mixtures(frame, self.domains_)
         losses = np.stack([numeric(frame, f"loss_{name}") for name in self.losses_])
+        known = np.isfinite(losses)
         for name, row in zip(self.losses_, losses, strict=True):
             positive(f"loss_{name}", row[~np.isnan(row)])
         for name, column in zip(self.domains_, weights.T, strict=True):
             if np.ptp(column) < 1e-6:
                 raise InputError(f"weight_{name} is {column[0]:.4g} in every row; vary it, or leave the column out.")
         mixture = np.unique(weights.round(6), axis=0, return_inverse=True)[1].ravel()
-        if mixture.max() + 1 < len(self.domains_) + 2:
-            count = f"the table has {mixture.max() + 1} different mixtures of {len(self.domains_)} domains"
-            raise InputError(f"{count}; at least {len(self.domains_) + 2} are needed.")
+        count, least = mixture.max() + 1, len(self.domains_) + 2
+        if count < least:
+            raise InputError(
+                f"the table has {count} different mixtures of {least - 2} domains; it needs {least} or more."
+            )
         sizes = {name: positive(name, numeric(frame, name)) for name in ("N", "D") if name in frame}
         self.sizes_ = {name: (float(values.min()), float(values.max())) for name, values in sizes.items()}
         self._middle = {name: float(np.exp(np.log(values).mean())) for name, values in sizes.items()}
         unique = np.stack([numeric(frame, f"unique_{name}") for name in self.domains_], axis=1)
         points = self.points(weights, sizes.get("N"), sizes.get("D"), unique)
-        named = next((frame[name] for name in ("group", "run_id") if name in frame), None)
-        group = numbered(group_labels(named, len(frame)), *weights.T, *sizes.values())
+        label = next((frame[name] for name in ("group", "run_id") if name in frame), None)
+        group = numbered(group_labels(label, len(frame)), *weights.T, *sizes.values())
         last = np.full(group.max() + 1, -np.inf)
         np.maximum.at(last, group, points.tokens)
         later = np.exp(LATER * (points.tokens - last[group]))
         self._end, self._reach = later > 1.0 - 1e-9, points.size + last[group]
-        known = np.isfinite(losses)
         mean = np.array([np.log(row[use]).mean() for row, use in zip(losses, known, strict=True)])
         target = np.where(known, np.log(np.where(known, losses, 1.0)), mean[:, None])
         return Data(points, target, known * later / later.mean(), mixture, group)
@@ -134,13 +132,13 @@ class MixtureLaw(Estimator):
             low, high = self.sizes_.get(name, (np.nan, np.nan))
             if value is None and self.varies(name):
                 raise InputError(f"{name} is missing; it is {low:.4g} to {high:.4g} in the table and must be given.")
-            size = (
-                1.0 if value is None else positive(name, np.atleast_1d(floats(value))) / self._middle.get(name, np.nan)
-            )
-            if not self.varies(name) and not (np.abs(np.log(size)) < np.log(SPREAD)).all():
+            log = np.zeros(len(weights))
+            if value is not None:
+                log = log + np.log(positive(name, np.atleast_1d(floats(value))) / self._middle.get(name, np.nan))
+            if not self.varies(name) and not (np.abs(log) < np.log(SPREAD)).all():
                 state = f"is {low:.4g} in every row" if name in self.sizes_ else "is no column of the table"
                 raise InputError(f"{name} {state}, so losses at other {name} are unknown; leave {name} out.")
-            logs[name] = np.broadcast_to(np.log(size if self.varies(name) else 1.0), len(weights))
+            logs[name] = log * self.varies(name)
         if "D" not in self._middle and np.isfinite(unique).any():
             raise InputError("unique tokens are given, but D is no column of the table; add the tokens of each run.")
         epochs = weights * self._middle.get("D", np.nan) * np.exp(logs["D"])[:, None] / unique
@@ -179,22 +177,22 @@ class MixtureLaw(Estimator):
         """Learn the forms' shares and the rate of their error from hold-outs, and the scatter of runs."""
         import pandas as pd
 
-        data, prior, cuts = self._data, Prior(**read_constants("forecast")["mixture"]), [*folds, *rolling]
-        known = (data.weight > 0) & self._end
-        held = [np.stack([member.held[j] for member in self._members.values()]) for j in range(len(cuts))]
+        data, prior, members = self.data_, Prior(**read_constants("forecast")["mixture"]), self._members
+        known, cuts = (data.weight > 0) & self._end, [*folds, *rolling]
+        held = [np.stack([member.held[j] for member in members.values()]) for j in range(len(cuts))]
         errors = [h - data.target[:, cut.tested] for h, cut in zip(held, cuts, strict=True)]
         tests = [*zip(errors, cuts, strict=True)][len(folds) if rolling else 0 :]
         self._weights, squares = [], []
         for k, use in enumerate(known):
             moves = [(e[:, k] / cut.further)[:, use[cut.tested]] for e, cut in tests if use[cut.tested].any()]
-            self._weights.append(Weights.learn(moves, len(self._members), prior))
+            self._weights.append(Weights.learn(moves, len(members), prior))
             squares.append(np.mean([(move**2).mean(axis=1) for move in moves], axis=0))
         share = np.stack([weights.share for weights in self._weights])
-        names = {"index": [*self._members], "columns": [*self.losses_]}
+        names = {"index": [*members], "columns": [*self.losses_]}
         self.weights_, self.errors_ = pd.DataFrame(share.T, **names), pd.DataFrame(np.sqrt(squares).T, **names)
         # Shares are drawn from Dirichlet's distribution, so wide that the prior's part of the forms' variance remains.
         shape = np.maximum(share * (1.0 / prior.disagreement - 1.0), 1e-3)[:, None]
-        gamma = np.random.default_rng(self.seed).standard_gamma(shape, (len(share), self.draws, len(self._members)))
+        gamma = np.random.default_rng(self.seed).standard_gamma(shape, (len(share), self.draws, len(members)))
         self._shares = gamma / gamma.sum(axis=2, keepdims=True)
         self.held_ = np.zeros(data.target.shape)
         for error, cut in zip(errors, folds, strict=False):
@@ -203,11 +201,12 @@ class MixtureLaw(Estimator):
         even = known * self.held_ / np.sqrt(self._factor(data.points.weights))
         self._covariance = even @ even.T / np.maximum(1.0 * known @ known.T, 1.0)
         self.noise_ = dict(zip(self.losses_, np.sqrt(np.diag(self._covariance)).tolist(), strict=True))
-        columns, self.constants_ = [*(f"g_{name}" for name in self.domains_), *PRIORS], dict[str, Any]()
-        for name, member in self._members.items():
-            theta, first_log = member.theta.copy(), len(self.domains_) if name == "exponential" else 0
-            theta[:, first_log:] = np.exp(theta[:, first_log:])
-            self.constants_[name] = pd.DataFrame(theta, [*self.losses_], columns).drop(columns=[*member.form.lacks])
+        columns = [*(f"g_{name}" for name in self.domains_), *PRIORS]
+        frames = {
+            name: pd.DataFrame(member.form.constants(member.theta), self.losses_, columns)
+            for name, member in members.items()
+        }
+        self.constants_: Any = {name: frame.drop(columns=[*members[name].form.lacks]) for name, frame in frames.items()}
 
     def predict(
         self, weights: Any, N: Any = None, D: Any = None, unique: Named = None, level: float = 0.95,
@@ -215,18 +214,18 @@ class MixtureLaw(Estimator):
     ) -> pd.DataFrame:  # fmt: skip
         """Return loss_<name>, loss_<name>_low and loss_<name>_high, and the same of a target, one row per point.
 
-        weights: {domain: weight}, a list of these, a DataFrame with weight_<domain>, or an array (points, domains).
-        N, D: numbers or (points,), where they vary in the table. unique: {domain: unique tokens}. target: {loss:
-        weight}, scaled to a sum of one. kind: "run" for intervals of a new run, "mean" for the mean of such runs.
+        weights: {domain: weight}, a DataFrame with weight_<domain>, or an array (points, domains). N, D: numbers or
+        (points,), where they vary in the table. unique: {domain: unique tokens}. target: {loss: weight}, scaled to a
+        sum of one. kind: "run" for intervals of a new run, "mean" for the mean of such runs.
         """
         import pandas as pd
 
         self._fitted()
         one_of("kind", kind, ("run", "mean"))
-        points = self.points(_mixtures(weights, self.domains_), N, D, self.caps(unique))
+        points = self.points(_mixtures(weights, self.domains_), N, D, self._caps(unique))
         rows, names = np.eye(len(self.losses_)), [f"loss_{name}" for name in self.losses_]
         if target is not None:
-            rows, names = np.vstack([rows, self.target(target)]), [*names, "target"]
+            rows, names = np.vstack([rows, self._target(target)]), [*names, "target"]
         value, variance = self.moments(points, rows, kind == "run")
         wide = np.exp(half_width(level, [variance]) / value)
         ends = {"": value, "_low": value / wide, "_high": value * wide}
@@ -239,19 +238,15 @@ class MixtureLaw(Estimator):
         variance = np.stack([np.var(np.tensordot(row, np.exp(draws), axes=1), axis=1) for row in rows])
         further = np.maximum(points.size + points.tokens - self._reach.max(), 0.0)
         variance += (rows @ (loss * rate[:, None]) * further) ** 2
-        if run:
-            parts = rows[:, :, None] * loss
-            scatter = np.einsum("skp,kl,slp->sp", parts, self._covariance, parts, optimize=True)
-            variance += scatter * self._factor(points.weights)
+        parts = rows[:, :, None] * loss * np.sqrt(run * self._factor(points.weights))
+        variance += np.einsum("skp,kl,slp->sp", parts, self._covariance, parts, optimize=True)
         return rows @ loss, variance
 
     def surfaces(self, points: Points, draws: bool = True) -> tuple[Array, Array]:
         """Return log losses (losses, points) and, with `draws`, their draws (losses, points, draws)."""
-        values = [member.predict(points, draws) for member in self._members.values()]
-        log = sum(share[:, None] * value for share, (value, _) in zip(self.weights_.to_numpy(), values, strict=True))
-        shares = np.moveaxis(self._shares, 2, 0)[:, :, None]
-        drawn = sum(share * moved for share, (_, moved) in zip(shares, values, strict=True)) if draws else log
-        return np.asarray(log), np.asarray(drawn)
+        logs, drawn = zip(*(member.predict(points, draws) for member in self._members.values()), strict=True)
+        log = np.einsum("fk,fkp->kp", self.weights_.to_numpy(), np.stack(logs))
+        return log, sum(self._shares[:, None, :, f] * d for f, d in enumerate(drawn)) if draws else log
 
     def best(
         self, target: Named = None, N: float | None = None, D: float | None = None, flops: float | None = None,
@@ -261,57 +256,53 @@ class MixtureLaw(Estimator):
         """Return the mixture of lowest target loss, and whether it beats `base` beyond doubt.
 
         target: {loss: weight}, scaled to a sum of one; by default all alike. N, D: of the planned run, by default the
-        largest of the table; flops = 6 N D gives what is missing. base: {domain: weight}; by default the mixture with
-        most runs, or the mean of all if no mixture has more. max_epochs: most passes over a domain's `unique` tokens.
-        bounds: {domain: (low, high)}, by default the range of the table.
+        largest of the table; flops = 6 N D gives what is missing, or both in the ratio of the largest. base: {domain:
+        weight}; by default the mixture with most runs, or the mean of all if no mixture has more. max_epochs: most
+        passes over a domain's `unique` tokens. bounds: {domain: (low, high)}, by default the range of the table.
         """
         self._fitted()
+        largest = {name: high for name, (_, high) in self.sizes_.items()}
+        if flops is not None:
+            positive("flops", [flops])
+            if len(largest) < 2 or (N and D):
+                raise InputError(f"flops is {flops:g}; it needs N and D in the table, and one of them at most here.")
+            N = N or (flops / 6.0 / D if D else float(np.sqrt(flops / 6.0 * largest["N"] / largest["D"])))
+            D = flops / 6.0 / N
+        sizes = N or largest.get("N"), D or largest.get("D")
         start = None if base is None else _mixtures(base, self.domains_)[0]
-        return best_mixture(self, self.target(target), N, D, flops, start, max_epochs, self.caps(unique), bounds, level)
+        caps, row = self._caps(unique), self._target(dict.fromkeys(self.losses_, 1.0) if target is None else target)
+        return best_mixture(self, row, sizes, start, caps, max_epochs, bounds or {}, level)
 
-    def target(self, target: Named) -> Array:
-        """Return the weights of losses (losses,), which sum to one."""
-        row = _named("target", dict.fromkeys(self.losses_, 1.0) if target is None else target, self.losses_, 0.0)
-        if not ((row >= 0).all() and 0 < row.sum() < np.inf):
-            raise InputError(f"target is {target}; its weights must be zero or more, and one of them above zero.")
+    def _target(self, target: Named) -> Array:
+        row = _named("target", target, self.losses_, 0.0)
+        if not row.any():
+            raise InputError(f"target is {target}; at least one weight must be above zero.")
         return row / row.sum()
 
-    def caps(self, unique: Named) -> Array:
-        """Return unique tokens (1, domains), NaN without a cap."""
-        if unique:
-            positive("unique", [*unique.values()])
-        return _named("unique", unique or {}, self.domains_, np.nan)[None]
+    def _caps(self, unique: Named) -> Array:
+        return _named("unique", unique, self.domains_, np.nan)[None]
 
 
-def _columns(frame: pd.DataFrame, prefix: str) -> tuple[str, ...]:
-    names = [str(name) for name in frame.columns if name != "loss_se"]
-    if not any(name.startswith(prefix) for name in names):
-        raise InputError(f"the table has no column {prefix}<domain>; one for each domain is needed.")
-    return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-
-
-def _named(what: str, values: Mapping[str, Any], names: Sequence[str], default: Any) -> Array:
-    """Return values in the order of `names`. Raises InputError for others."""
-    unknown = [name for name in values if name not in names]
-    if unknown:
-        raise InputError(f"{what} has {unknown[0]!r}; choose among {', '.join(names)}.")
-    return floats([values.get(name, default) for name in names])
+def _named(what: str, values: Named, names: Sequence[str], default: float) -> Array:
+    """Return values in the order of `names`. Raises InputError for other names and negative numbers."""
+    for name, value in (values or {}).items():
+        if name not in names or not 0.0 <= value < np.inf:
+            raise InputError(f"{what} has {value} for {name}; give numbers of zero or more for {', '.join(names)}.")
+    return floats([(values or {}).get(name, default) for name in names])
 
 
 def _mixtures(weights: Any, domains: Sequence[str]) -> Array:
     """Return weights as an array (n, m) whose rows sum to exactly one; see `MixtureLaw.predict`."""
-    if hasattr(weights, "columns"):
-        mixtures = np.stack([numeric(weights, f"weight_{name}") for name in domains], axis=1)
-    else:
-        rows = [weights] if isinstance(weights, Mapping) else weights
-        rows = [_named("weights", row, domains, 0.0) if isinstance(row, Mapping) else row for row in rows]
-        mixtures = np.atleast_2d(floats(rows))
+    if isinstance(weights, Mapping):
+        weights = _named("weights", weights, domains, 0.0)
+    elif hasattr(weights, "columns"):
+        weights = np.stack([numeric(weights, f"weight_{name}") for name in domains], axis=1)
+    mixtures = np.atleast_2d(floats(weights))
     if mixtures.shape[1] != len(domains):
         raise InputError(f"weights has {mixtures.shape[1]} columns; it needs one for each of {', '.join(domains)}.")
     total = mixtures.sum(axis=1)
-    bad = ~((mixtures >= 0).all(axis=1) & (np.abs(total - 1.0) <= SUM_ERROR))
-    if bad.any():
-        row = mixtures[np.argmax(bad)]
-        state = f"sum to {row.sum():.4g}" if (row >= 0).all() else f"include {row[~(row >= 0)][0]:.4g}"
-        raise InputError(f"the weights of row {np.argmax(bad)} {state}; they must be zero or more and sum to one.")
+    bad = np.flatnonzero(~((mixtures >= 0).all(axis=1) & (np.abs(total - 1.0) <= SUM_ERROR)))
+    if len(bad):
+        state = f"row {bad[0]} are {mixtures[bad[0]].round(4).tolist()}, with a sum of {total[bad[0]]:.4g}"
+        raise InputError(f"the weights of {state}; they must be zero or more and sum to one.")
     return np.asarray(mixtures / total[:, None])
