@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import msgspec
 import torch
 
 from .checkpoint.checkpoint import resume_state
-from .checkpoint.heldout import HeldOutText, validation_steps
+from .checkpoint.heldout import score_domains, validation_steps
 from .checkpoint.saver import Saver
 from .config import RunConfig, run_id
-from .data.mixture import open_stream
+from .data.mixture import HeldOutText, open_stream
 from .data.shards import Shards
 from .data.text import PLAIN, Text, prepare_text
 from .errors import Diverged, Stopped, UserError
@@ -193,7 +194,7 @@ class Trainer:
             self.job.watchdog.beat(self.progress.step, "scoring the held-out set")
             self.alive()
 
-        step, score = self.progress.step, self.held_out_text.score
+        step, score = self.progress.step, partial(score_domains, self.held_out_text)
         result = score(self.stepper.losses(self.windows, beat))
         if not all(math.isfinite(value) for value in result.values() if value is not None):
             raise Diverged(f"the held-out loss is {result['val_loss']} at step {step}")

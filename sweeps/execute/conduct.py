@@ -138,8 +138,7 @@ def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
     """Prepare and check the training text of the runs `asked` here: compute nodes may have no network."""
     if not asked:
         return
-    from ...train.checkpoint.heldout import HeldOutText
-    from ...train.data.mixture import open_stream
+    from ...train.data.mixture import HeldOutText, open_stream
     from ...train.data.text import Text, domains_of, prepare_with_progress
 
     texts = dict[str, Text]()

@@ -52,6 +52,10 @@ class GridConfig:
         """Return notes on planned runs, such as limits of their fit; may raise UserError."""
         return []
 
+    def suggest(self, sweep: Any, config: Any, budget: float, max_flops: float, max_runs: int) -> Any:
+        """Return a Suggestion of runs for a SweepDirectory, or None to suggest those that narrow a law of N and D."""
+        return None
+
     def next_round(self, sweep: Any, config: Any) -> bool:
         """Add further runs to a SweepDirectory whose runs have ended. Returns False if none were added."""
         return False  # the two types are not imported, because their modules import this one

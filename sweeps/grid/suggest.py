@@ -86,7 +86,7 @@ class SuggestedRun:
     flops: float  # of the whole run, exact convention
     flops_own: float  # part of `flops` that the run trains itself, without its trunk's steps
     trunk: str | None  # name of the run that it branches from
-    narrows: float
+    narrows: float | None  # None: it is for a law of mixtures
     check: bool  # chosen to check the law's form
 
 
@@ -95,13 +95,14 @@ class Suggestion:
     """Runs to add, best first, and their expected effect on the intervals."""
 
     budget: float
-    target_flops: float
+    target_flops: float | None
     runs: list[SuggestedRun]
     flops: float  # of all runs, as they would be trained
     forms: list[str]  # laws that predict the target
-    before: dict[str, Estimate]  # loss and N at the target
+    before: dict[str, Estimate]  # loss and N at the target; empty for mixtures
     after: dict[str, Estimate]
     grid: dict[str, Any]  # a grid of kind points, for `isoflop extend`
+    reason: str = ""  # how mixtures were chosen
 
     def to_dict(self) -> dict[str, Any]:
         from ...fit.formatting import plain_json
@@ -140,6 +141,9 @@ def suggest_runs(
     if not 0 <= seeds <= MAX_SEEDS:
         raise UserError(f"seeds is {seeds}; it must be at least 0 and at most {MAX_SEEDS}")
     config = prepare.configuration(sweep)
+    assert config.grid is not None
+    if (suggestion := config.grid.suggest(sweep, config, budget, max_flops or math.inf, max_runs)) is not None:
+        return suggestion
     standing = standing or fit_standing(sweep, config, target_flops)
     base = replace(prepare.resolved_base(sweep, config), tokens=0)
     present, progress, labels = list[RunConfig](), {}, {}
@@ -243,13 +247,18 @@ def print_suggestion(suggestion: Suggestion) -> None:
     out = console()
     count = counted(len(suggestion.runs), "run")
     title = f"{count} for {suggestion.flops:.3g} of {suggestion.budget:.3g} FLOPs"
-    columns = ("run", "N", "D", "D/N", "seed", "C", "trains", "shares trunk with", "narrows", "")
-    table = plain_table(columns, ("run", "shares trunk with", ""), title)
+    worth = ("name",) if suggestion.reason else ("shares trunk with", "narrows", "")
+    table = plain_table(("run", "N", "D", "D/N", "seed", "C", "trains", *worth), ("run", worth[0], ""), title)
     for run in suggestion.runs:
         size = (short(run.N), short(run.D), f"{run.D / run.N:.3g}", str(run.seed))
-        worth = (run.trunk or "–", f"{run.narrows:.1%}", "checks the law" if run.check else "")
-        table.add_row(run.run_id, *size, f"{run.flops:.3g}", f"{run.flops_own:.3g}", *worth)
+        gain: tuple[str, ...] = (run.name,)
+        if run.narrows is not None:
+            gain = (run.trunk or "–", f"{run.narrows:.1%}", "checks the law" if run.check else "")
+        table.add_row(run.run_id, *size, f"{run.flops:.3g}", f"{run.flops_own:.3g}", *gain)
     out.print(table)
+    if suggestion.reason:
+        out.print(suggestion.reason, highlight=False, soft_wrap=True)
+        return
     under = "the mixture of forms" if len(suggestion.forms) > 1 else suggestion.forms[0]
     when = f"95 % intervals at {suggestion.target_flops:.3g} FLOPs, now and as expected after these runs"
     out.print(f"{when}, under {under}:", highlight=False)
@@ -266,31 +275,13 @@ def _suggestion(
     chosen = [offered[i] for i in design.chosen]
     runs = market.merge([offer.run for offer in chosen])
     names = {run_id(run): run_label(run) for run in [*market.present, *runs]}
-    suggested = [
-        SuggestedRun(
-            run_id=run_id(run),
-            name=run_label(run),
-            N=offer.N,
-            D=run.D,
-            seed=run.seed,
-            flops=offer.size,
-            flops_own=own_flops(run),
-            trunk=None if run.parent is None else names[run.parent],
-            narrows=float(-np.expm1(-gain)),
-            check=check,
-        )
-        for offer, run, gain, check in zip(chosen, runs, design.gains, design.check, strict=True)
-    ]
+    chosen_for = zip(runs, design.gains, design.check, strict=True)
+    suggested = [suggested_run(run, names, float(-np.expm1(-gain)), check) for run, gain, check in chosen_for]
     before = {"loss": standing.loss, "N": standing.N}
     after = {
         name: Estimate(now.value, *design.narrowed(name, now.value, (now.low, now.high)))
         for name, now in before.items()
     }
-    points = []  # what each run changes of the base run
-    for run in runs:
-        more = [name for name in ("kv_heads", "hidden") if getattr(run.model, name) != getattr(market.base.model, name)]
-        shape = {f"model.{name}": getattr(run.model, name) for name in ("width", "depth", "heads", *more)}
-        points.append({**shape, "tokens": run.tokens, "seed": run.seed})
     return Suggestion(
         budget=budget,
         target_flops=standing.target_flops,
@@ -299,8 +290,35 @@ def _suggestion(
         forms=[*standing.mixture.laws_],
         before=before,
         after=after,
-        grid={"kind": "points", "points": points},
+        grid={"kind": "points", "points": [point_of(run, market.base) for run in runs]},
     )
+
+
+def suggested_run(
+    run: RunConfig, names: Mapping[str, str], narrows: float | None = None, check: bool = False
+) -> SuggestedRun:
+    """Return a planned run as a suggestion. `names`: labels of runs by id, that of its trunk included."""
+    return SuggestedRun(
+        run_id=run_id(run),
+        name=run_label(run),
+        N=count_parameters(run.model).N_active,
+        D=run.D,
+        seed=run.seed,
+        flops=flops_exact(run),
+        flops_own=own_flops(run),
+        trunk=None if run.parent is None else names[run.parent],
+        narrows=narrows,
+        check=check,
+    )
+
+
+def point_of(run: RunConfig, base: RunConfig) -> dict[str, Any]:
+    """Return what a suggested run changes of the base run, as a point of a PointsGrid."""
+    more = [name for name in ("kv_heads", "hidden") if getattr(run.model, name) != getattr(base.model, name)]
+    shape = {f"model.{name}": getattr(run.model, name) for name in ("width", "depth", "heads", *more)}
+    domains = run.data.domains if run.data != base.data else {}
+    weights = {f"data.domains.{name}.weight": domain.weight for name, domain in domains.items()}
+    return {**shape, **weights, "tokens": run.tokens, "seed": run.seed}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ...train.config import ParallelConfig, RunConfig, run_id
+from ...train.config import ParallelConfig, RunConfig, mixture_label, run_id
 from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
 from ...train.flops import count_parameters, flops_6nd, flops_exact, flops_optimizer
@@ -187,4 +187,5 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, thr
         first_step=trunk_steps(run) if run.parent is not None else 0,
         recipe=recipe_label(run.data.recipe) if run.data.recipe else "",
         variant=run.variant or "",
+        mixture=mixture_label({name: domain.weight for name, domain in (run.data.domains or {}).items()}),
     )

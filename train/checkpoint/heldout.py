@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..config import DataConfig, RunConfig
-from ..data.loader import bytes_of, validation_windows
-from ..data.mixture import target_shares
-from ..data.text import PLAIN, Text, in_domain, text_at_hand
+from ..config import RunConfig
+from ..data.mixture import HeldOutText
+from ..data.text import PLAIN, text_at_hand
 from ..model.gpt import sequence_losses
 
 if TYPE_CHECKING:
@@ -38,52 +36,23 @@ def held_out(per_window: Tensor, length: int, text_bytes: int) -> HeldOut:
     return HeldOut(mean, error, per_window.sum().item() / math.log(2) / text_bytes)
 
 
-@dataclass(frozen=True)
-class Part:
-    """The held-out windows of one domain: rows, bytes of text, and share in the loss."""
+def score_domains(text: HeldOutText, per_window: Tensor) -> dict[str, float | None]:
+    """Compute val_loss, val_loss_se and val_bpb from each window's summed loss in nats, (n,).
 
-    rows: slice
-    text_bytes: int
-    share: float
-
-
-@dataclass(frozen=True)
-class HeldOutText:
-    """The held-out windows (n, T + 1) of all domains, an equal number of tokens of each at most."""
-
-    windows: npt.NDArray[np.int64]
-    parts: dict[str, Part]
-
-    @classmethod
-    def of(cls, data: DataConfig, text: Text) -> HeldOutText:
-        """Select the windows, which depend on nothing but the text. Raises UserError if a domain's is too short."""
-        limit, target = data.validation_tokens // len(text), target_shares(data)
-        windows, parts, start = [], {}, 0
-        for name, shards in text.items():
-            with in_domain(name):
-                chosen = validation_windows(shards, data.sequence_length, limit)
-            rows = slice(start, start := start + len(chosen))
-            parts[name] = Part(rows, bytes_of(chosen[:, 1:], shards.tokenizer), target[name])
-            windows.append(chosen)
-        return cls(np.concatenate(windows), parts)
-
-    def score(self, per_window: Tensor) -> dict[str, float | None]:
-        """Compute val_loss, val_loss_se and val_bpb from each window's summed loss in nats, (n,).
-
-        They are means over the domains by their target shares; a mixture also has val_loss_<domain>.
-        """
-        length = self.windows.shape[1] - 1
-        losses, bits, errors, by_domain = 0.0, 0.0, list[float | None](), dict[str, float | None]()
-        for name, part in self.parts.items():
-            score = held_out(per_window[part.rows], length, part.text_bytes)
-            losses += part.share * score.val_loss
-            bits += part.share * score.val_bpb
-            errors.append(None if score.val_loss_se is None else part.share * score.val_loss_se)
-            if name != PLAIN:
-                by_domain[f"val_loss_{name}"] = score.val_loss
-        known = [error for error in errors if error is not None]
-        error = math.hypot(*known) if len(known) == len(errors) else None
-        return {"val_loss": losses, "val_loss_se": error, "val_bpb": bits, **by_domain}
+    They are means over the domains by their target shares; a mixture also has val_loss_<domain>.
+    """
+    length = text.windows.shape[1] - 1
+    losses, bits, errors, by_domain = 0.0, 0.0, list[float | None](), dict[str, float | None]()
+    for name, part in text.parts.items():
+        score = held_out(per_window[part.rows], length, part.text_bytes)
+        losses += part.share * score.val_loss
+        bits += part.share * score.val_bpb
+        errors.append(None if score.val_loss_se is None else part.share * score.val_loss_se)
+        if name != PLAIN:
+            by_domain[f"val_loss_{name}"] = score.val_loss
+    known = [error for error in errors if error is not None]
+    error = math.hypot(*known) if len(known) == len(errors) else None
+    return {"val_loss": losses, "val_loss_se": error, "val_bpb": bits, **by_domain}
 
 
 def validation_steps(config: RunConfig) -> set[int]:
@@ -94,8 +63,8 @@ def validation_steps(config: RunConfig) -> set[int]:
 def score_windows(loaded: LoadedCheckpoint) -> tuple[np.ndarray, Tensor, dict[str, float | None]]:
     """Score a checkpoint on its held-out text.
 
-    Returns token windows (n, T + 1), the nats of each (n,), and the losses that `HeldOutText.score` gives.
+    Returns token windows (n, T + 1), the nats of each (n,), and the losses of `score_domains`.
     """
     text = HeldOutText.of(loaded.config.data, text_at_hand(loaded.config.data, loaded.tokenizer))
     losses = sequence_losses(loaded.model, torch.from_numpy(text.windows))
-    return text.windows, losses, text.score(losses)
+    return text.windows, losses, score_domains(text, losses)

@@ -9,13 +9,14 @@ weights read the same windows of a domain, one more of them than the other.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ..config import DataConfig, RunConfig, with_shares
 from ..errors import UserError
-from .loader import TrainStream, row_range
+from .loader import TrainStream, bytes_of, row_range, validation_windows
 from .text import PLAIN, Text, in_domain
 
 CIRCLE = 1 << 64  # fractions are multiples of 1 / CIRCLE, so that they are exact
@@ -33,6 +34,36 @@ def target_shares(config: DataConfig) -> dict[str, float]:
         return {PLAIN: 1.0}
     target = with_shares(config).target or dict.fromkeys(config.domains, 1.0 / len(config.domains))
     return {name: float(target.get(name, 0.0)) for name in config.domains}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The held-out windows of one domain: rows, bytes of text, and share in the loss."""
+
+    rows: slice
+    text_bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """The held-out windows (n, T + 1) of all domains, an equal number of tokens of each at most."""
+
+    windows: npt.NDArray[np.int64]
+    parts: dict[str, Part]
+
+    @classmethod
+    def of(cls, data: DataConfig, text: Text) -> HeldOutText:
+        """Select the windows, which depend on nothing but the text. Raises UserError if a domain's is too short."""
+        limit, target = data.validation_tokens // len(text), target_shares(data)
+        windows, parts, start = [], {}, 0
+        for name, shards in text.items():
+            with in_domain(name):
+                chosen = validation_windows(shards, data.sequence_length, limit)
+            rows = slice(start, start := start + len(chosen))
+            parts[name] = Part(rows, bytes_of(chosen[:, 1:], shards.tokenizer), target[name])
+            windows.append(chosen)
+        return cls(np.concatenate(windows), parts)
 
 
 def open_stream(config: RunConfig, text: Text) -> TrainStream | MixtureStream:

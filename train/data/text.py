@@ -1,4 +1,4 @@
-"""The text of a run: one corpus, or the domains of a mixture, each with token shards of its own."""
+"""The text of a run: one corpus, or the domains of a mixture, each as token shards."""
 
 from __future__ import annotations
 

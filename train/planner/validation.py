@@ -129,9 +129,9 @@ def check_mixture(data: DataConfig) -> None:
                 f"data.domains contains {name!r}; a name must be lower-case letters, digits and _, start with a "
                 "letter, and not be se"
             )
-    _check_shares("data.domains, the weights,", {name: domain.weight for name, domain in domains.items()}, domains)
+    check_shares("data.domains, the weights,", {name: domain.weight for name, domain in domains.items()}, domains)
     if target is not None:
-        _check_shares("data.target", target, domains)
+        check_shares("data.target", target, domains)
     if data.fingerprint is None and data.path is not None:
         raise UserError(f"data.path is {data.path!r}; with data.corpus=mixture give each domain its path")
     if data.validation_tokens < (least := len(domains) * data.sequence_length):
@@ -141,7 +141,8 @@ def check_mixture(data: DataConfig) -> None:
         )
 
 
-def _check_shares(field: str, shares: Any, domains: Mapping[str, Any]) -> None:
+def check_shares(field: str, shares: Any, domains: Mapping[str, Any]) -> None:
+    """Raise UserError if `shares` does not map domains to weights, of which one is above 0."""
     if not isinstance(shares, dict) or not all(isinstance(share, int | float) for share in shares.values()):
         raise UserError(f"{field} is {shares!r}; it must map domains to numbers, such as {{{next(iter(domains))}: 1}}")
     if unknown := next((name for name in shares if name not in domains), None):

@@ -13,10 +13,10 @@ import pytest
 import torch
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.grid.content import Texts
-from isoflop.train.checkpoint.heldout import HeldOutText
+from isoflop.train.checkpoint.heldout import score_domains
 from isoflop.train.config import DataConfig, RunConfig, run_id, with_shares
 from isoflop.train.data.loader import TrainStream
-from isoflop.train.data.mixture import floor_sum, open_stream
+from isoflop.train.data.mixture import HeldOutText, floor_sum, open_stream
 from isoflop.train.data.shards import Shards
 from isoflop.train.data.text import PLAIN, Text, prepare_text
 from isoflop.train.data.tokenizers import ByteTokenizer
@@ -108,7 +108,7 @@ def test_held_out_text_and_loss_depend_on_no_weight() -> None:
     assert np.array_equal(uniform.windows, weighted.windows)
     nats = np.arange(1.0, len(uniform.windows) + 1)
     for held_out, share in ((uniform, 0.5), (weighted, 0.25)):
-        scores = held_out.score(torch.from_numpy(nats))
+        scores = score_domains(held_out, torch.from_numpy(nats))
         a, b = scores["val_loss_a"], scores["val_loss_b"]
         assert a == pytest.approx(nats[: len(nats) // 2].mean() / LENGTH)
         assert scores["val_loss"] == pytest.approx(share * cast(float, a) + (1 - share) * cast(float, b))

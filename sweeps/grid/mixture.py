@@ -1,0 +1,201 @@
+"""The mixture grid: domain weights spread over the simplex, the base mixture's noise, and each domain made heavier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from ...train.config import DomainConfig, RunConfig, run_id
+from ...train.errors import UserError, counted
+from ...train.fields import Natural4
+from ...train.flops import flops_exact
+from ...train.planner.validation import check_shares
+from ..plan.trunks import merge_runs, trained_flops
+from ..prepare import resolved_base
+from ..runs.membership import members
+from .expand import expand_grid
+from .ladder import LadderGrid
+from .product import PointsGrid
+from .tuning import Tuner
+
+if TYPE_CHECKING:
+    from ..config import SweepConfig
+    from ..runs.directory import SweepDirectory
+    from .suggest import Suggestion
+
+PARTS = 10_000  # a weight is a whole number of parts of 1 / PARTS
+REPEATS = 3  # seeds of the base mixture, whose losses give the noise
+
+Domains = Mapping[str, DomainConfig]
+
+
+@dataclass
+class MixtureGrid(LadderGrid):
+    """Mixtures of data.domains at every (N, D) of a ladder: the base thrice, each domain heavier, and a swarm.
+
+    The swarm follows a Dirichlet distribution with parameters (1 + K base) / 2 for K domains: uniform on the simplex if
+    the base is uniform, else drawn halfway to the base. No parameter is below 1/2, so domains that are rare in the base
+    vary too; RegMix (Liu et al. 2024, arXiv:2407.01492) flattens the base for the same reason. RegMix and olmix draw
+    at random. Here the points are a Sobol sequence, which fills the simplex more evenly.
+    """
+
+    kind: str = "mixture"
+    mixtures: Natural4 = 16  # points of the swarm; a larger number keeps those of a smaller one
+    base: Any = None  # {domain: weight}, the others 0; None: the weights of data.domains. For Any see ProductGrid.axes.
+    bounds: Any = None  # {domain: [low, high]}: shares that every mixture keeps; a domain without bounds has [0, 1]
+
+    def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
+        if self.seeds is not None and len(self.seeds) < REPEATS:
+            raise UserError(
+                f"grid.seeds is {self.seeds}; it must have at least {REPEATS} seeds, to measure the noise, or be null "
+                f"({REPEATS} seeds for the base alone)"
+            )
+        simplex = Simplex.of(base.data.domains or {}, self.base, self.bounds)
+        points = [(simplex.base, base.seed + i) for i in range(REPEATS)]
+        points += [(simplex.heavier(i), base.seed) for i in range(len(simplex.base))]
+        points += [(parts, base.seed) for parts in simplex.swarm(self.mixtures, base.seed)]
+        for run in super().runs(base, tuner):
+            yield from (weighted(run, parts, seed) for parts, seed in points)
+
+    def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
+        return []  # those of a ladder are on laws of N and D
+
+    def suggest(
+        self, sweep: SweepDirectory, config: SweepConfig, budget: float, max_flops: float, max_runs: int
+    ) -> Suggestion:
+        """Suggest the next mixtures of the swarm, each at every (N, D) of at most `max_flops` that lacks it."""
+        from .suggest import NothingToSuggest, Suggestion, point_of, suggested_run
+
+        present = {run.run_id for run in members(sweep)}
+        base = replace(resolved_base(sweep, config), tokens=0)
+        simplex = Simplex.of(base.data.domains or {}, self.base, self.bounds)
+        shapes = [run for run in LadderGrid.runs(self, base, Tuner(config.tuning)) if flops_exact(run) <= max_flops]
+        if not shapes:
+            raise NothingToSuggest(f"max_flops is {max_flops:.3g}, and every run of {sweep.path} needs more; give more")
+        chosen, points, cost, price = list[RunConfig](), list[dict[str, Any]](), 0.0, 0.0
+        # A swarm that is larger than the sweep by max_runs has at least that many new mixtures.
+        for parts in simplex.swarm(len(present) + max_runs, base.seed):
+            more = [point_of(weighted(run, parts, base.seed), base) for run in shapes]
+            points_grid = PointsGrid(points=more, seeds=self.seeds, recipes=self.recipes)
+            runs = [run for run in expand_grid(points_grid, base, config.tuning) if run_id(run) not in present]
+            price = trained_flops(runs)
+            if cost + price > budget or (chosen and len(chosen) + len(runs) > max_runs):
+                break
+            chosen, points, cost = [*chosen, *runs], points + more * bool(runs), cost + price
+        if not chosen:
+            raise NothingToSuggest(
+                f"budget is {budget:.3g} FLOPs, but one more mixture needs {price:.3g}; give at least that"
+            )
+        names = {run_id(run): str(run.name) for run in chosen}
+        suggested = [suggested_run(run, names) for run in merge_runs(chosen).runs]
+        grid = {"kind": "points", "points": points, "seeds": self.seeds, "recipes": self.recipes}
+        reason = "these mixtures are the next of the grid's swarm"
+        return Suggestion(budget, None, suggested, cost, [], {}, {}, grid, reason)
+
+
+@dataclass(frozen=True)
+class Simplex:
+    """The mixtures within bounds, each as its domains' parts of PARTS, in the order of data.domains."""
+
+    base: list[int]
+    low: list[int]
+    high: list[int]
+
+    @classmethod
+    def of(cls, domains: Domains, base: Any = None, bounds: Any = None) -> Simplex:
+        """Return the simplex of some domains, with `base` and `bounds` as in MixtureGrid."""
+        if len(domains) < 2:
+            raise UserError(
+                f"data.domains has {counted(len(domains), 'domain')}; a mixture grid needs data=mixture and at least "
+                "two, such as data.domains={code:{path:code/},prose:{path:prose/}}"
+            )
+        where, weights = "grid.base", base
+        if base is None:
+            where, weights = "data.domains", {name: domain.weight for name, domain in domains.items()}
+        check_shares(where, weights, domains)
+        shares = [PARTS * weights.get(name, 0.0) / sum(weights.values()) for name in domains]
+        limits = {} if bounds is None else bounds
+        if not isinstance(limits, dict) or not all(name in domains and _is_interval(limits[name]) for name in limits):
+            accepted = f"it must map domains ({', '.join(domains)}) to [low, high] with 0 <= low <= high <= 1"
+            raise UserError(f"grid.bounds is {bounds}; {accepted}")
+        low, high = ([round(PARTS * limits.get(name, (0, 1))[end]) for name in domains] for end in (0, 1))
+        if not sum(low) <= PARTS <= sum(high):
+            accepted = (
+                "the lows must sum to at most 1, and the highs, with 1 for a domain without bounds, to at least 1"
+            )
+            raise UserError(f"grid.bounds is {bounds}, which leaves no mixture; {accepted}")
+        for name, share, least, most in zip(domains, shares, low, high, strict=True):
+            if not least - 1 < share < most + 1:
+                remedy = f"it must contain the share in {where}, {share / PARTS:.4g}; or give another grid.base"
+                raise UserError(f"grid.bounds.{name} is {limits[name]}; {remedy}")
+        return cls(_rounded(shares, low, high), low, high)
+
+    def heavier(self, domain: int) -> list[int]:
+        """Return the mixture halfway from the base to this domain alone, or as far as the bounds allow.
+
+        The other domains keep the ratios of what the base has above their low bounds.
+        """
+        low, base = self.low.copy(), self.base
+        low[domain] = 0
+        share = min((PARTS + base[domain]) / 2, self.high[domain], PARTS - sum(low))
+        spare = sum(base) - base[domain] - sum(low)
+        scale = (PARTS - share - sum(low)) / spare if spare else 0.0
+        shares = [least + (part - least) * scale for part, least in zip(base, low, strict=True)]
+        shares[domain] = share
+        return _rounded(shares, self.low, self.high)
+
+    def swarm(self, count: int, seed: int) -> Iterator[list[int]]:
+        """Yield the first points of a scrambled Sobol sequence, mapped to the Dirichlet distribution of MixtureGrid.
+
+        Coordinate i is the quantile of domain i's share of what earlier domains left. This share has a Beta
+        distribution, here cut to what the bounds of this and later domains allow.
+        """
+        from scipy import special
+        from scipy.stats import qmc
+
+        if not count:
+            return
+        shapes = [(1 + len(self.base) * part / PARTS) / 2 for part in self.base]
+        later = [sum(shapes[i + 1 :]) for i in range(len(shapes))]
+
+        def choose(point: Sequence[float], i: int, left: int, least: int, most: int) -> float:
+            start, end = special.betainc(shapes[i], later[i], [least / left, most / left])
+            return left * float(special.betaincinv(shapes[i], later[i], start + (end - start) * point[i]))
+
+        sequence = qmc.Sobol(len(shapes) - 1, seed=seed)
+        for point in sequence.random_base2((count - 1).bit_length())[:count]:
+            yield _divided(self.low, self.high, partial(choose, point))
+
+
+def weighted(run: RunConfig, parts: Sequence[int], seed: int) -> RunConfig:
+    """Return a run with these parts as its domains' weights."""
+    pairs = zip(run.data.domains.items(), parts, strict=True)
+    domains = {name: replace(domain, weight=part / PARTS) for (name, domain), part in pairs}
+    return replace(run, data=replace(run.data, domains=domains), seed=seed)
+
+
+def _is_interval(bound: Any) -> bool:
+    numbers = isinstance(bound, list | tuple) and all(isinstance(end, int | float) for end in bound)
+    return numbers and len(bound) == 2 and 0 <= bound[0] <= bound[1] <= 1
+
+
+def _rounded(shares: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[int]:
+    """Round shares of PARTS to whole parts within bounds; each changes by less than 1 where the bounds allow."""
+    ends = list(accumulate(shares))
+    return _divided(low, high, lambda i, left, *_: ends[i] - (PARTS - left))
+
+
+def _divided(low: Sequence[int], high: Sequence[int], choose: Callable[[int, int, int, int], float]) -> list[int]:
+    """Divide PARTS among domains in order.
+
+    Domain i gets the part nearest to choose(i, left, least, most) that leaves later domains parts within their bounds.
+    """
+    parts, left = list[int](), PARTS
+    for i in range(len(low)):
+        least, most = max(low[i], left - sum(high[i + 1 :])), min(high[i], left - sum(low[i + 1 :]))
+        parts.append(least if least == most else min(max(round(choose(i, left, least, most)), least), most))
+        left -= parts[-1]
+    return parts

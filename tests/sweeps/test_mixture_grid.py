@@ -1,0 +1,199 @@
+"""The mixture grid: its points on the simplex, their bounds and order, and how sweeps of it are extended."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_sweep import make_config, replan, write_sweep
+from isoflop.sweeps import prepare
+from isoflop.sweeps.entry import sweep_main
+from isoflop.sweeps.grid import extend
+from isoflop.sweeps.grid.expand import expand_grid
+from isoflop.sweeps.grid.isoflop import IsoflopGrid
+from isoflop.sweeps.grid.ladder import LadderGrid
+from isoflop.sweeps.grid.mixture import MixtureGrid, Simplex
+from isoflop.sweeps.grid.product import ProductGrid
+from isoflop.sweeps.grid.suggest import print_suggestion, suggest_runs
+from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.train.config import DataConfig, DomainConfig, ModelConfig, RunConfig, run_id
+from isoflop.train.errors import UserError
+from isoflop.train.flops import flops_exact
+
+WEIGHTS = {"code": 6.0, "prose": 3.0, "docs": 1.0}
+
+
+def mixed(**changes: Any) -> RunConfig:
+    domains = {name: DomainConfig(path=f"{name}/", weight=weight) for name, weight in WEIGHTS.items()}
+    data = DataConfig(corpus="mixture", domains=domains, **changes)
+    return RunConfig(model=ModelConfig(vocab_size=256), data=data, tokens=0)
+
+
+def grid(**changes: Any) -> MixtureGrid:
+    return MixtureGrid(**{"sizes": [1e4], "tokens": [20480], "mixtures": 8, **changes})
+
+
+def mixture(run: RunConfig) -> tuple[float, ...]:
+    return tuple(domain.weight for domain in run.data.domains.values())
+
+
+def test_the_grid_is_the_base_thrice_each_domain_heavier_and_the_swarm_at_every_n_and_d() -> None:
+    runs = expand_grid(grid(sizes=[1e4, 3e4], tokens=[20480, 40960]), mixed())
+    assert len(runs) == 4 * (3 + 3 + 8)
+    for i in range(0, len(runs), 14):
+        assert len({(run.model.width, run.D) for run in runs[i : i + 14]}) == 1
+        assert [(run.seed, mixture(run)) for run in runs[i : i + 3]] == [(seed, (0.6, 0.3, 0.1)) for seed in range(3)]
+        heavier = [mixture(run) for run in runs[i + 3 : i + 6]]
+        assert heavier == [(0.8, 0.15, 0.05), (0.3, 0.65, 0.05), (0.3, 0.15, 0.55)]
+        assert {run.seed for run in runs[i + 3 : i + 14]} == {0}
+        assert "_code0.6+prose0.3+docs0.1" in str(runs[i].name)
+    assert len({mixture(run) for run in runs}) == 1 + 3 + 8
+    assert {mixture(run) for run in expand_grid(grid(base={"docs": 1}), mixed())[:3]} == {(0.0, 0.0, 1.0)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_mixture_is_whole_parts_of_the_simplex_within_its_bounds(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [f"d{i}" for i in range(rng.choice([2, 3, 5, 17]))]
+    weights = {name: rng.choice([0.0, 0.01, 1.0, rng.random()]) for name in names} | {names[0]: 1.0}
+    total = sum(weights.values())
+    bounds = {
+        name: [rng.uniform(0, weights[name] / total), rng.uniform(weights[name] / total, 1)]
+        for name in rng.sample(names, rng.randrange(len(names)))
+    }
+    simplex = Simplex.of({name: DomainConfig() for name in names}, weights, bounds)
+    swarm = list(simplex.swarm(64, seed))
+    heavier = [simplex.heavier(i) for i in range(len(names))]
+    for parts in [simplex.base, *heavier, *swarm]:
+        assert sum(parts) == 10_000
+        for part, name in zip(parts, names, strict=True):
+            low, high = bounds.get(name, [0, 1])
+            assert round(1e4 * low) <= part <= round(1e4 * high)
+    for i, parts in enumerate(heavier):
+        room = min(simplex.high[i], 10_000 - sum(simplex.low) + simplex.low[i])
+        assert abs(parts[i] - min((10_000 + simplex.base[i]) / 2, room)) <= 1
+    for count in (0, 1, 7, 33):
+        assert list(simplex.swarm(count, seed)) == swarm[:count]
+    assert list(simplex.swarm(64, seed + 1)) != swarm
+
+
+def test_the_swarm_of_a_uniform_base_is_uniform_and_of_another_is_drawn_halfway_to_it() -> None:
+    domains = {name: DomainConfig() for name in WEIGHTS}
+    uniform = np.array(list(Simplex.of(domains).swarm(512, 0))) / 1e4
+    assert uniform.mean(axis=0) == pytest.approx([1 / 3] * 3, abs=0.003)
+    assert np.cov(uniform.T) == pytest.approx((3 * np.eye(3) - 1) / 36, abs=0.002)  # of the flat Dirichlet distribution
+    drawn = np.array(list(Simplex.of(domains, WEIGHTS).swarm(512, 0))) / 1e4
+    assert drawn.mean(axis=0) == pytest.approx([(1 / 3 + share) / 2 for share in (0.6, 0.3, 0.1)], abs=0.003)
+
+
+CODE = {"code": DomainConfig(path="code/")}
+REFUSED = [
+    (grid(mixtures=-1), mixed(), "grid.mixtures is -1; it must be 0 or more"),
+    (grid(), RunConfig(), "data.domains has 0 domains; a mixture grid needs data=mixture"),
+    (grid(), RunConfig(data=DataConfig(corpus="mixture", domains=CODE)), "data.domains has 1 domain; .* at least two"),
+    (grid(base={"web": 1}), mixed(), "grid.base names 'web'; it must be one of the domains code, prose, docs"),
+    (grid(base={"code": 0}), mixed(), "grid.base are code 0; they must be 0 or more, and one of them above 0"),
+    (grid(base=[1, 2]), mixed(), r"grid.base is \[1, 2\]; it must map domains to numbers"),
+    (grid(bounds={"web": [0, 1]}), mixed(), r"it must map domains \(code, prose, docs\) to \[low, high\] with"),
+    (grid(bounds={"code": 0.5}), mixed(), r"grid.bounds is {'code': 0.5}; it must map domains"),
+    (grid(bounds={"code": [0.8, 0.2]}), mixed(), "with 0 <= low <= high <= 1"),
+    (grid(bounds={"code": [0, 1.5]}), mixed(), "with 0 <= low <= high <= 1"),
+    (grid(bounds={"code": [0.6, 1], "docs": [0.5, 1]}), mixed(), "leaves no mixture; the lows must sum to at most 1"),
+    (grid(bounds={name: [0, 0.3] for name in WEIGHTS}), mixed(), "leaves no mixture; .* to at least 1$"),
+    (grid(bounds={"code": [0, 0.5]}), mixed(), r"grid.bounds.code is \[0, 0.5\]; .* in data.domains, 0.6; or give"),
+    (grid(seeds=[0]), mixed(), r"grid.seeds is \[0\]; it must have at least 3 seeds"),
+    (grid(tokens=None), mixed(), "exactly one of them"),
+]
+
+
+@pytest.mark.parametrize(("points", "base", "sentence"), REFUSED)
+def test_bad_mixture_grids_are_refused_in_one_sentence(points: MixtureGrid, base: RunConfig, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence) as error:
+        expand_grid(points, replace(base, tokens=0))
+    assert "\n" not in str(error.value)
+
+
+def test_other_grids_vary_weights_caps_and_simulated_epochs() -> None:
+    axes = {
+        "data.domains.code.weight": [2.0, 6.0],
+        "data.domains.docs.unique_tokens": [1000, None],
+        "data": {"epochs_of": [None, 10**6]},
+    }
+    runs = expand_grid(ProductGrid(axes=axes), replace(mixed(), tokens=20480))
+    assert len({run_id(run) for run in runs}) == 8
+    assert {mixture(run) for run in runs} == {(0.6, 0.3, 0.1), (0.333333333333, 0.5, 0.166666666667)}
+    assert {(run.data.domains["docs"].unique_tokens, run.data.epochs_of) for run in runs} == {
+        (1000, None), (1000, 10**6), (None, None), (None, 10**6),
+    }  # fmt: skip
+    for points in (LadderGrid(sizes=[1e4], tokens=[20480, 40960]), IsoflopGrid(budgets=[1e11])):
+        assert {mixture(run) for run in expand_grid(points, mixed())} == {(0.6, 0.3, 0.1)}
+    with pytest.raises(UserError, match=r"'data.domains.web.weight', which is not a field of a run"):
+        expand_grid(ProductGrid(axes={"data.domains.web.weight": [1]}), replace(mixed(), tokens=20480))
+    with pytest.raises(UserError, match=r"'data.domains.code.max_epochs', which does not change what a run learns"):
+        expand_grid(ProductGrid(axes={"data.domains.code.max_epochs": [1, 2]}), replace(mixed(), tokens=20480))
+
+
+def test_run_ids_of_a_text_that_is_no_mixture_are_as_before() -> None:
+    base = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
+    (run,) = expand_grid(LadderGrid(sizes=[1e4], tokens=[20480]), base)
+    assert (run_id(run), run.name) == ("4afe7f6fe4", "N10.8k_D20.5k_s0")
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> SweepDirectory:
+    """Return a planned sweep whose first run is not of the base mixture."""
+    config = make_config(grid(tokens=[102400]))
+    config.data = mixed().data
+    planned = write_sweep(tmp_path / "mix", config)
+    runs = sorted((run.config() for run in planned.runs()), key=lambda run: mixture(run) == (0.6, 0.3, 0.1))
+    replan(planned, config, runs)
+    return planned
+
+
+def test_more_mixtures_extend_a_sweep_by_new_runs_only(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {run.run_id for run in sweep.runs()}
+    assert extend.extend_sweep(sweep, ["grid.mixtures=8"]) == []
+    extend.extend_sweep(sweep, ["grid.mixtures=12", "dry_run=true"])
+    assert len(re.findall(r"^N 10.8k D 102k \S+\+\S+$", capsys.readouterr().out, re.MULTILINE)) == 4
+    added = extend.extend_sweep(sweep, ["grid.mixtures=12"])
+    assert len(added) == 4
+    assert not before & {*added}
+    assert len(extend.extend_sweep(sweep, ["grid.mixtures=0", "grid.sizes=[3e4]"])) == 3 + 3
+
+
+def test_suggestions_are_the_next_mixtures_that_the_budget_allows(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    price = flops_exact(sweep.runs()[0].config())
+    assert len(extend.extend_sweep(sweep, ["grid.mixtures=9"])) == 1
+    suggestion = suggest_runs(sweep, 3.5 * price)
+    assert suggestion.flops == pytest.approx(3 * price)
+    print_suggestion(suggestion)
+    names = re.findall(r"^ +(\S+) .* N10.8k_D102k_s0_\S+\+\S+ *$", capsys.readouterr().out, re.MULTILINE)
+    assert names == [run.run_id for run in suggestion.runs]
+    points = extend.as_grid(suggestion.grid, "here")
+    assert extend.add_grid(sweep, prepare.configuration(sweep), points, "a test") == names
+    assert extend.extend_sweep(sweep, ["grid.mixtures=12"]) == []
+    for options, sentence in (({}, "one more mixture needs"), ({"max_flops": 1.0}, "every run of .* needs more")):
+        with pytest.raises(UserError, match=sentence):
+            suggest_runs(sweep, 0.5 * price, **options)
+
+
+def test_the_plan_of_the_command_shows_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in WEIGHTS:
+        (tmp_path / f"{name}.txt").write_text(f"a line of {name}\n" * 4000)
+    domains = ",".join(f"{name}:{{path:{tmp_path / name}.txt}}" for name in WEIGHTS)
+    command = ["+grid=mixture", f"data.domains={{{domains}}}", "grid.mixtures=1", "cluster=local", "tracker=none"]
+    command += ["evaluate=none", "cluster.flops_per_second=1e11", f"output_root={tmp_path}", "dry_run=true"]
+    assert sweep_main([*command, "grid.bounds={code:[0.3,0.5]}"]) == 0
+    output = capsys.readouterr().out
+    assert "7 runs" in output
+    assert re.search(r" code0.5\+prose0.25\+docs0.25 *$", output, re.MULTILINE)
+    assert sweep_main([*command, "data=stdlib"]) == 2
