@@ -15,7 +15,7 @@ import typer
 from ...fit.laws.registry import DEFAULT, LOSS_LAWS
 from ...train.errors import UserError, counted
 from ..entry import compose_and_conduct, guarded
-from . import bench, checkpoint, sweep
+from . import bench, checkpoint, mix, sweep
 from .options import AsJson, show
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ REASONS = 3  # most frequent ones shown for a step of a data recipe
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, context_settings=HELP)
-for commands in (sweep, checkpoint):
+for commands in (sweep, checkpoint, mix):
     app.add_typer(commands.app)
 data = typer.Typer(
     no_args_is_help=True, help="Build token shards, and download benchmarks for nodes without a network."

@@ -26,6 +26,7 @@ from ..terminal import print_rows, say, short
 from . import scoring, tracking
 from .accounting import account, own_seconds, result_of
 from .forecast import forecast_running
+from .mixture import print_mixture
 from .table import UNTUNED, write_curves, write_table
 
 COSTS = "costs.json"
@@ -60,7 +61,8 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, for
     if not force and read_json(inputs) == {"digest": digest, "made": _stamps(sweep, MADE)}:
         law = read_json(sweep.path / "fit" / "law.json")
     if law is not None:
-        law = {name: value for name, value in law.items() if name not in ("provenance", "estimator", "mixture")}
+        hidden = ("provenance", "estimator", "mixture") if "approaches" in law else ()
+        law = {name: value for name, value in law.items() if name not in hidden}
     else:
         try:
             law = _analyze(sweep, targets)
@@ -182,6 +184,9 @@ def print_law(law: dict[str, Any], name: str) -> None:
     from ...fit.flops import in_words
     from ...fit.formatting import INTERVALS
 
+    if "approaches" not in law and "mixture" in law:
+        print_mixture(law)
+        return
     convention = f" for FLOPs {in_words(law['convention'])}" if "convention" in law else ""  # missing in older files
     kind, approaches = law.get("intervals", "noise"), (law.get("approaches") or {}).items()
     optima = [(item, "mixture") for item in law.get("optimal", []) if kind == "mixture"]
