@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.optimize import minimize
 from scipy.special import fdtr, fdtri, ndtri
 
 from ..errors import Array, InputError, check_level, positive
@@ -16,9 +15,9 @@ from ..uncertainty import percentile_interval
 if TYPE_CHECKING:
     from .mixturelaw import MixtureLaw
 
-CANDIDATES, REFINED = 512, 3  # mixtures drawn at each concentration; the best ones, which are refined
+CANDIDATES = 256  # mixtures drawn at each concentration and spread
 CONCENTRATIONS = (0.0, 3.0, 30.0, 300.0)  # of Dirichlet's distribution about the base
-STEP = 1e-4  # of a weight, for slopes
+SPREADS = np.geomspace(0.2, 1e-4, 12)  # of mixtures about the best one
 NEXT = 5  # mixtures worth training
 MOST_RUNS = 100.0  # times the runs of the table; more are not worth a number
 
@@ -71,7 +70,7 @@ def best_mixture(
         def losses(mixtures: Array) -> Array:
             return np.asarray(row @ np.exp(law.surfaces(law.points(mixtures, N, D, caps), draws=False)[0]))
 
-        best = minimum(losses, cloud, low, high)
+        best = minimum(losses, cloud, low, high, generator)
         loss, base_loss = losses(np.stack([best, base])).tolist()
         return best, {"N": N, "D": D, "weights": named(best), "loss": loss, "base_loss": base_loss}
 
@@ -79,7 +78,8 @@ def best_mixture(
         return dict(zip(law.domains_, mixture.tolist(), strict=True))
 
     best, answer = best_at(N, D)
-    cloud = np.vstack([best, base, project(generator.dirichlet(30.0 * best + 0.05, CANDIDATES), low, high), cloud])
+    near = generator.dirichlet(30.0 * best + 0.05, 2 * CANDIDATES)
+    cloud = np.vstack([best, base, project(near, low, high), cloud])
     draws = np.tensordot(row, np.exp(law.surfaces(law.points(cloud, N, D, caps))[1]), axes=1)
     variance = law.moments(law.points(best[None], N, D, caps), row[None], run=False)[1].item()
     wide, lowest = float(ndtri(0.5 + 0.5 * level) * np.sqrt(variance)), cloud[draws.argmin(axis=0)]
@@ -109,18 +109,13 @@ def project(mixtures: Array, low: Array, high: Array) -> Array:
     return np.asarray(np.clip(mixtures + above[:, None], low, high))
 
 
-def minimum(loss: Callable[[Array], Array], cloud: Array, low: Array, high: Array) -> Array:
-    """Return the mixture of lowest loss (n,): the best of a cloud (n, m), refined by quadratic programming."""
-
-    def with_slopes(mixture: Array) -> tuple[float, Array]:
-        values = loss(np.vstack([mixture, mixture + STEP * np.eye(len(mixture))]))
-        return float(values[0]), (values[1:] - values[0]) / STEP
-
-    limits, one = [*zip(low, high, strict=True)], {"type": "eq", "fun": lambda w: w.sum() - 1.0, "jac": np.ones_like}
-    tops = cloud[np.argsort(loss(cloud), kind="stable")[:REFINED]]
-    ends = [minimize(with_slopes, w, jac=True, method="SLSQP", bounds=limits, constraints=one).x for w in tops]
-    ends = np.vstack([tops, project(np.nan_to_num(ends), low, high)])
-    return np.asarray(ends[np.argmin(loss(ends))])
+def minimum(loss: Callable[[Array], Array], cloud: Array, low: Array, high: Array, generator: Any) -> Array:
+    """Return the mixture of lowest loss (n,): the best of a cloud (n, m), then of ever closer ones about the best."""
+    for spread in SPREADS:
+        best = cloud[np.argmin(loss(cloud))]
+        near = best + spread * generator.standard_normal((CANDIDATES, len(low)))
+        cloud = np.vstack([best, project(near, low, high)])
+    return np.asarray(cloud[np.argmin(loss(cloud))])
 
 
 def _base(law: MixtureLaw) -> Array:

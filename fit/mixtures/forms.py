@@ -2,7 +2,7 @@
 
     effective    L = E + A / N^a + (D sum_i g_i v_i^p)^-b
     product      L = E + N^-a (D sum_i g_i v_i^p)^-b
-    exponential  L = E + N^-a D^-b exp(sum_i g_i v_i)
+    exponential  L = E + N^-a D^-b prod_i g_i^v_i
 
 v_i is the weight of domain i; after n > 1 epochs, times (1 + R (1 - exp(-(n - 1) / R))) / n (Muennighoff et al. 2023,
 arXiv:2305.16264). g are transfer weights to one loss, p < 1 means that a domain's returns diminish (Shukor et al. 2025,
@@ -29,9 +29,8 @@ PRIORS |= {"p": (0.0, 0.5), "R": (np.log(15.4), 1.0)}
 TRANSFER_SPREAD = 2.0  # standard deviation of a transfer weight, or of its logarithm, about no effect of the mixture
 STARTS = ((0.5, 0.2), (0.8, 0.3), (0.9, 0.15))  # E as a share of the lowest loss, and b
 FIXED = 1e9  # precision of a constant that a form lacks
-ROUNDS, REFITS, REWEIGHED = 60, 12, (0, 6, 12, 20)  # iterations; those in which outliers and noise are judged again
+ROUNDS, REFITS, REWEIGHED = 60, 12, (0, 6, 12, 18)  # iterations; those in which noise and outliers are judged again
 HUBER = 3.0  # residuals above so many standard deviations count linearly
-MOST_LEVERAGE = 0.8  # of a group, when its residual is scaled to that of a fit without it; chosen by hand
 LEAST_NOISE = 1e-4  # of log loss
 RATIOS = np.geomspace(0.01, 100.0, 17)  # of the noise's variance to the process's; the likeliest is taken
 TREES = {"max_iter": 60, "max_depth": 4, "max_bins": 64, "min_samples_leaf": 5, "early_stopping": False}
@@ -62,7 +61,7 @@ class Data:
 
 
 class Form:
-    """A form of m domains; its coordinates theta (P, k) are the logs of g (exponential: g) and of PRIORS."""
+    """A form of m domains; its coordinates theta (P, k) are the logs of g and of the constants in PRIORS."""
 
     def __init__(self, kind: str, points: Points) -> None:
         self.kind, self.m = kind, points.weights.shape[1]
@@ -131,115 +130,80 @@ class Form:
         parts = np.exp(theta[: self.m]) * self._worth(points, R)[0].reshape(points.weights.shape) ** p
         return np.asarray(parts / np.maximum(parts.sum(axis=1, keepdims=True), 1e-300))
 
-    def constants(self, theta: Array) -> Array:
-        """Return g and the constants of PRIORS, (P, k)."""
-        logs = np.arange(theta.shape[1]) >= (self.m if self.kind == "exponential" else 0)
-        return np.where(logs, np.exp(np.where(logs, theta, 0.0)), theta)
-
 
 @np.errstate(all="ignore")  # a step that overflows is not taken
-def solve(form: Form, theta: Array, prior: Array, data: Data, rows: Any, noise: Array | None = None) -> list[Array]:
+def solve(form: Form, theta: Array, prior: Array, data: Data, rows: Any, rounds: int) -> tuple[Array, Array]:
     """Minimise sum_i w_i huber(r_i / noise) plus the priors over some rows, by the Levenberg-Marquardt method.
 
-    `noise` (P,): that of a fit nearby, of which `theta` is the optimum; fewer iterations are then made. Returns theta
-    (P, k), the priors' means, noise (P,), weights with outliers reduced (P, n) and -2 log likelihood (P,).
+    theta and the priors' means are (P, k). Returns theta and the noise of log loss (P,).
     """
     points, target, full = data.points[rows], data.target[:, rows], data.weight[:, rows]
-    near, weight, diagonal = noise is not None, full, np.arange(theta.shape[1])
-    noise = np.full(len(theta), 0.02) if noise is None else noise
-    damping, freedom = np.full(len(theta), 1e-2), full.sum(axis=1)
-
-    def objective(log: Array, at: Array) -> Array:
-        return (weight * (target - log) ** 2).sum(axis=1) / noise**2 + ((at - prior) ** 2 * form.precision).sum(axis=1)
-
+    weight, diagonal, damping = full, np.arange(theta.shape[1]), np.full(len(theta), 1e-2)
+    freedom = np.maximum(full.sum(axis=1) - len(diagonal), 0.5 * full.sum(axis=1))
     log, slopes = form.value(theta, points)
-    for iteration in range(REFITS if near else ROUNDS):
-        if iteration in REWEIGHED and (near or iteration):
+    for iteration in range(rounds):
+        if iteration in REWEIGHED:
+            noise = np.maximum(np.sqrt((weight * (target - log) ** 2).sum(axis=1) / freedom), LEAST_NOISE)
             weight = full / np.maximum(np.abs(target - log) / (HUBER * noise[:, None]), 1.0)
-            if not near:
-                rest = np.maximum(freedom - len(diagonal), 0.5 * freedom)
-                noise = np.maximum(np.sqrt((weight * (target - log) ** 2).sum(axis=1) / rest), LEAST_NOISE)
-        cost, scaled = objective(log, theta), slopes * (weight / noise[:, None] ** 2)[..., None]
+            cost = np.full(len(theta), np.inf)
+        scaled = slopes * (weight / noise[:, None] ** 2)[..., None]
         curvature = scaled.swapaxes(1, 2) @ slopes
         curvature[:, diagonal, diagonal] = (curvature[:, diagonal, diagonal] + form.precision) * (1 + damping[:, None])
         descent = np.einsum("pnk,pn->pk", scaled, target - log) - form.precision * (theta - prior)
         moved = theta + np.clip(np.linalg.solve(curvature, descent[..., None])[..., 0], -2.0, 2.0)
-        new_log, new_slopes = form.value(moved, points)
-        new_cost = objective(new_log, moved)
-        better = new_cost < cost
-        theta, log = np.where(better[:, None], moved, theta), np.where(better[:, None], new_log, log)
-        slopes = np.where(better[:, None, None], new_slopes, slopes)
+        costs = []
+        for at, value in ((theta, log), (moved, (new := form.value(moved, points))[0])):
+            misfit = (weight * (target - value) ** 2).sum(axis=1) / noise**2
+            costs.append(misfit + ((at - prior) ** 2 * form.precision).sum(axis=1))
+        cost, better = costs[0], costs[1] < costs[0]
+        theta, log = np.where(better[:, None], moved, theta), np.where(better[:, None], new[0], log)
+        slopes = np.where(better[:, None, None], new[1], slopes)
         damping = np.clip(np.where(better, 0.2, 5.0) * damping, 1e-9, 1e9)
-        if iteration > REWEIGHED[-1] and (~better | (cost - new_cost < 1e-7 * cost)).all():
+        if iteration > REWEIGHED[-1] and (~better | (costs[0] - costs[1] < 1e-7 * cost)).all():
             break
-    return [theta, prior, noise, weight, objective(log, theta) + 2.0 * freedom * np.log(noise)]
+    return theta, noise
 
 
-def fit_form(form: Form, data: Data) -> list[Array]:
-    """Fit a form to all rows from each of STARTS; return each loss's likeliest solution, as `solve` does."""
+def fit_form(form: Form, data: Data) -> tuple[Array, Array, Array]:
+    """Fit a form to all rows from each of STARTS; return each loss's best theta, its priors' means, and the noise."""
     starts = [form.start(data.target, *start) for start in STARTS]
-    solutions = [solve(form, start, start, data, slice(None)) for start in starts]
-    best = np.argmin([solution[-1] for solution in solutions], axis=0)
-    return [np.stack(parts)[best, np.arange(len(best))] for parts in zip(*solutions, strict=True)]
+    fits = [(*solve(form, start, start, data, slice(None), ROUNDS), start) for start in starts]
+    best, losses = np.argmin([noise for _, noise, _ in fits], axis=0), np.arange(len(data.target))
+    theta, noise, prior = (np.stack(parts)[best, losses] for parts in zip(*fits, strict=True))
+    return theta, prior, noise
 
 
 class Corrected:
-    """A form and a correction by mixture, fitted to all rows and, for `held` (losses, tested), below each hold-out.
+    """A form and a correction by mixture, fitted to all rows and to those that each hold-out fits.
 
-    Draws move the form by one linear step for residuals with random `signs` (draws, n), the same in a group, and for
-    draws of the priors; those of the correction are a jackknife over the first `folds` hold-outs.
+    held: predictions (losses, tested) of each hold-out.
     """
 
-    def __init__(self, form: Form, correction: Any, data: Data, cuts: list[CutOff], signs: Array, folds: int) -> None:
-        self.form, rows = form, [np.ones(len(data.group), dtype=bool), *(cut.fitted for cut in cuts)]
-        self.theta, prior, noise, weight, _ = fit_form(form, data)
-        generator = np.random.default_rng(len(signs))
-        self._move(data, noise, weight, signs, generator)
-        thetas = [self.theta, *(solve(form, self.theta, prior, data, below, noise)[0] for below in rows[1:])]
+    def __init__(self, form: Form, correction: Any, data: Data, cuts: list[CutOff], folds: int) -> None:
+        self.form, self.fits = form, list[tuple[Array, list[Any]]]()
+        self.theta, prior, _ = fit_form(form, data)
         first = np.unique(data.mixture, return_index=True)[1]
         members = data.mixture == np.arange(len(first))[:, None]
-        self.steps: list[list[Any]] = []
-        for theta, below in zip(thetas, rows, strict=True):
-            residual = data.target - form.value(theta, data.points)[0]
-            steps = []
+        for below in [np.ones(len(data.group), dtype=bool), *(cut.fitted for cut in cuts)]:
+            theta = solve(form, self.theta, prior, data, below, REFITS)[0] if self.fits else self.theta
+            residual, steps = data.target - form.value(theta, data.points)[0], list[Any]()
             for k, weights in enumerate(data.weight * below):
-                total = members @ weights
-                mean, known = members @ (weights * residual[k]) / np.maximum(total, 1e-300), total > 0
+                known = members @ weights > 0
+                mean = members[known] @ (weights * residual[k]) / (members[known] @ weights)
                 places = form.places(self.theta[k], data.points[first[known]])
-                steps.append(correction(places, mean[known], self.steps[0][k] if self.steps else None))
-            self.steps.append(steps)
-        points = [data.points[cut.tested] for cut in cuts]
-        pairs = zip(thetas[1:], self.steps[1:], points, strict=True)
-        self.held = [form.value(theta, at)[0] + self._corrections(steps, at) for theta, steps, at in pairs]
-        self.steps, self.drawn = self.steps[: folds + 1], generator.integers(folds, size=len(signs))
+                steps.append(correction(places, mean, self.fits[0][1][k] if self.fits else None))
+            self.fits.append((theta, steps))
+        self.held = [self._value(fit, data.points[cut.tested]) for fit, cut in zip(self.fits[1:], cuts, strict=True)]
+        self.fits = self.fits[: folds + 1]
 
-    def _move(self, data: Data, noise: Array, weight: Array, signs: Array, generator: Any) -> None:
-        """Draw changes of theta, (losses, k, draws)."""
-        log, slopes = self.form.value(self.theta, data.points)
-        scaled = slopes * (weight / noise[:, None] ** 2)[..., None]
-        curvature = scaled.swapaxes(1, 2) @ slopes
-        inverse = np.linalg.inv(curvature + np.diag(self.form.precision))
-        leverage = np.einsum("pnk,pkl,pnl->pn", scaled, inverse, slopes, optimize=True)
-        together = np.stack([np.bincount(data.group, row)[data.group] for row in leverage])
-        left_out = (data.target - log) / (1.0 - np.minimum(together, MOST_LEVERAGE))
-        freedom = np.maximum(data.group.max() + 1.0 - leverage.sum(axis=1), 1.0)[:, None]
-        t = np.sqrt(freedom / generator.chisquare(freedom, (len(freedom), len(signs))))
-        pull = np.einsum("pnk,pn,rn->pkr", scaled, left_out, signs, optimize=True) * t[:, None]
-        prior = np.sqrt(self.form.precision)[:, None] * generator.standard_normal((slopes.shape[2], len(signs)))
-        self.moves = inverse @ (pull + prior)
+    def _value(self, fit: tuple[Array, list[Any]], points: Points) -> Array:
+        steps = [step.predict(self.form.places(t, points)) for step, t in zip(fit[1], self.theta, strict=True)]
+        return self.form.value(fit[0], points)[0] + np.stack(steps)
 
-    def _corrections(self, steps: list[Any], points: Points) -> Array:
-        return np.stack([s.predict(self.form.places(t, points)) for s, t in zip(steps, self.theta, strict=True)])
-
-    def predict(self, points: Points, draws: bool) -> tuple[Array, Array]:
-        """Return log losses (losses, n) and, with `draws`, their draws (losses, n, draws)."""
-        log, slopes = self.form.value(self.theta, points)
-        log = log + self._corrections(self.steps[0], points)
-        if not draws:
-            return log, log[..., None]
-        folds = np.stack([self._corrections(steps, points) for steps in self.steps[1:]], axis=2)
-        away = np.sqrt(folds.shape[2] - 1.0) * (folds - folds.mean(axis=2, keepdims=True))
-        return log, log[..., None] + slopes @ self.moves + away[..., self.drawn]
+    def predict(self, points: Points, folds: bool) -> tuple[Array, Array]:
+        """Return log losses (losses, n) and, with `folds`, those of the fits without each fold, (losses, n, folds)."""
+        values = [self._value(fit, points) for fit in (self.fits if folds else self.fits[:1])]
+        return values[0], np.stack(values[1:] or values, axis=2)
 
 
 class Process:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMS = ("effective", "product", "exponential", "trees")
-FOLDS = 5  # hold-outs by mixture
+FOLDS = 10  # hold-outs by mixture, and parts of the jackknife
 SUM_ERROR = 0.01  # a row's weights may miss a sum of one by so much
 LATER = 2.0  # power of D / the run's last D in a row's weight, because earlier checkpoints are not cooled down
 OWN_ROWS = 4.0  # rows near a mixture whose scatter counts as much as that of all rows; chosen by hand
@@ -74,11 +74,10 @@ class MixtureLaw(Estimator):
         folds = [CutOff(np.nan, fold != k, fold == k, np.ones((fold == k).sum())) for k in range(fold.max() + 1)]
         rolling = self._rolling(data)
         self.hold_outs_ = "compute" if rolling else "mixture"
-        signs = np.random.default_rng(self.seed).choice([-1.0, 1.0], size=(self.draws, int(data.group.max()) + 1))
         self._members, self.refused_ = dict[str, Corrected](), dict[str, str]()
         for name in self.forms or FORMS:
             form, correction = (name, Process) if name != "trees" else ("effective", boosted_trees)
-            args = Form(form, data.points), correction, data, [*folds, *rolling], signs[:, data.group], len(folds)
+            args = Form(form, data.points), correction, data, [*folds, *rolling], len(folds)
             try:
                 if name != "product" or self.varies("N") or self.forms:
                     self._members[name] = Corrected(*args)
@@ -192,8 +191,11 @@ class MixtureLaw(Estimator):
         self.weights_, self.errors_ = pd.DataFrame(share.T, **names), pd.DataFrame(np.sqrt(squares).T, **names)
         # Shares are drawn from Dirichlet's distribution, so wide that the prior's part of the forms' variance remains.
         shape = np.maximum(share * (1.0 / prior.disagreement - 1.0), 1e-3)[:, None]
-        gamma = np.random.default_rng(self.seed).standard_gamma(shape, (len(share), self.draws, len(members)))
+        generator, K = np.random.default_rng(self.seed), len(folds)
+        gamma = generator.standard_gamma(shape, (len(share), self.draws, len(members)))
         self._shares = gamma / gamma.sum(axis=2, keepdims=True)
+        # The jackknife's variance, with that of Student's t for so few parts.
+        self._resampled = generator.standard_normal((K, self.draws)) * (K - 1) / np.sqrt(K * max(K - 3, 1))
         self.held_ = np.zeros(data.target.shape)
         for error, cut in zip(errors, folds, strict=False):
             self.held_[:, cut.tested] = np.einsum("kf,fkt->kt", share, error)
@@ -202,10 +204,7 @@ class MixtureLaw(Estimator):
         self._covariance = even @ even.T / np.maximum(1.0 * known @ known.T, 1.0)
         self.noise_ = dict(zip(self.losses_, np.sqrt(np.diag(self._covariance)).tolist(), strict=True))
         columns = [*(f"g_{name}" for name in self.domains_), *PRIORS]
-        frames = {
-            name: pd.DataFrame(member.form.constants(member.theta), self.losses_, columns)
-            for name, member in members.items()
-        }
+        frames = {name: pd.DataFrame(np.exp(member.theta), self.losses_, columns) for name, member in members.items()}
         self.constants_: Any = {name: frame.drop(columns=[*members[name].form.lacks]) for name, frame in frames.items()}
 
     def predict(
@@ -244,9 +243,12 @@ class MixtureLaw(Estimator):
 
     def surfaces(self, points: Points, draws: bool = True) -> tuple[Array, Array]:
         """Return log losses (losses, points) and, with `draws`, their draws (losses, points, draws)."""
-        logs, drawn = zip(*(member.predict(points, draws) for member in self._members.values()), strict=True)
+        logs, folds = zip(*(member.predict(points, draws) for member in self._members.values()), strict=True)
         log = np.einsum("fk,fkp->kp", self.weights_.to_numpy(), np.stack(logs))
-        return log, sum(self._shares[:, None, :, f] * d for f, d in enumerate(drawn)) if draws else log
+        if not draws:
+            return log, log
+        away = np.stack(folds) - np.mean(folds, axis=3, keepdims=True)
+        return log, np.einsum("kdf,fkpd->kpd", self._shares, np.stack(logs)[..., None] + away @ self._resampled)
 
     def best(
         self, target: Named = None, N: float | None = None, D: float | None = None, flops: float | None = None,
