@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -48,6 +48,8 @@ class MixtureStudy:
         law, scale = MixtureLaw(seed=seed).fit(frame), max(1.0, epochs_of / numeric(frame, "D").max())
         largest = {name: scale * float(np.fmax.reduce(numeric(frame, f"unique_{name}"))) for name in law.domains_}
         unique = {k: v for k, v in largest.items() if v > 0} | (options.pop("unique", None) or {})
+        if (total := sum((base := options.get("base") or {}).values())) > 0:
+            options["base"] = {name: weight / total for name, weight in base.items()}
         return cls(law, law.best(unique=unique, **options), frame, unique)
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,30 +58,36 @@ class MixtureStudy:
         target, runs = np.array([*a.target.values()]), self.frame.get("run_id", self.frame.index.to_series()).nunique()
         hold_out = {"by": law.hold_outs_, "errors": np.sqrt(law.errors_**2 @ target).to_dict()}
         mixture = asdict(a) | {"forms": (law.weights_ @ target).to_dict(), "hold_out": hold_out}
-        warnings = [] if a.trustworthy else [{"code": "no_mixture_answer", "message": sentences[0]}]
+        doubts = {} if a.trustworthy else {"no_mixture_answer": sentences[0]}
         if edge := [k for k, w in a.weights.items() if w > numeric(self.frame, f"weight_{k}").max() - 1e-3]:
-            message = f"No run has more {' or '.join(edge)} than the best mixture; train some with more."
-            warnings.append({"code": "mixture_at_edge", "message": message})
+            doubts["mixture_at_edge"] = (
+                f"No run has more {' or '.join(edge)} than the best mixture; train some with more."
+            )
+        warnings = [{"code": code, "message": message} for code, message in doubts.items()]
         return plain_json({"mixture": mixture, "verdict": "\n".join(sentences), "warnings": warnings, "runs": runs})
 
     def write(self, folder: Path, title: str, origin: Mapping[str, Any], costs: Any = None) -> None:
         """Write report.html, law.json and figures, all or none; `origin` are names and values for the footer."""
         from markupsafe import Markup
+
+        content, style = self.to_dict(), Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
+        context = {"title": title, "origin": origin, "costs": costs, "style": style, "tables": mixture_tables(content)}
+        with filling(folder, [f"{name}.png" for name in DRAWINGS]) as new:
+            context["pictures"] = {DRAWINGS[name][1]: b64encode(png).decode() for name, png in self.draw(new)}
+            write_text(new / "report.html", render_template("mixture.html", **context, **content))
+            write_text(new / "law.json", json.dumps(content, allow_nan=False) + "\n")
+
+    def draw(self, folder: Path) -> Iterator[tuple[str, bytes]]:
+        """Save the figures as PNG. Yields their names and bytes."""
         from matplotlib.figure import Figure
 
-        content, pictures, domains = self.to_dict(), {}, len(self.law.domains_)
-        with filling(folder, [f"{name}.png" for name in DRAWINGS]) as new:
-            for name, (draw, caption) in DRAWINGS.items():
-                if draw is not _ternary or domains == len(CORNERS):
-                    wide = draw is _domains
-                    figure = Figure((9.0, 2.8 * -(-domains // COLUMNS)) if wide else SIZE, layout="constrained")
-                    draw(self, figure)
-                    figure.savefig(new / f"{name}.png", dpi=DPI, format="png")
-                    pictures[caption] = b64encode((new / f"{name}.png").read_bytes()).decode()
-            context = {"title": title, "origin": origin, "costs": costs, "pictures": pictures, **content}
-            context["style"] = Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
-            write_text(new / "report.html", render_template("mixture.html", tables=mixture_tables(content), **context))
-            write_text(new / "law.json", json.dumps(content, allow_nan=False) + "\n")
+        domains = len(self.law.domains_)
+        for name, (draw, _) in DRAWINGS.items():
+            if draw is not _ternary or domains == len(CORNERS):
+                size = (9.0, 2.8 * -(-domains // COLUMNS)) if draw is _domains else SIZE
+                draw(self, figure := Figure(size, layout="constrained"))
+                figure.savefig(path := folder / f"{name}.png", dpi=DPI, format="png")
+                yield name, path.read_bytes()
 
     def predict(self, weights: Any) -> pd.DataFrame:
         """Return mean losses of mixtures (n, domains) at the planned N and D, with intervals."""
@@ -111,23 +119,20 @@ def mixture_tables(content: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
 
     a = content["mixture"]
     ends = pd.DataFrame(a["intervals"], ["low", "high"]).T
-    best = pd.DataFrame({"best": a["weights"], **ends, "base": a["base"], "epochs": a["epochs"]}).dropna(axis=1)
+    best = pd.DataFrame({"best": a["weights"], **ends, "base": a["base"], "epochs": a["epochs"]}, [*a["weights"]])
     scales = [
         {"N": count(s["N"]), "D": count(s["D"]), **s["weights"], "loss": s["loss"], "gain": s["base_loss"] - s["loss"]}
         for s in a["scales"]
     ]
     forms = pd.DataFrame({"share": a["forms"], "hold-out error": a["hold_out"]["errors"]}).map(percent)
     tables = {
-        f"Best weights, {a['level']:.0%} intervals": best.reset_index(names="domain"),
+        f"Best weights, {a['level']:.0%} intervals": best.dropna(axis=1, how="all").reset_index(names="domain"),
         "Best weights by scale": pd.DataFrame(scales),
         "Mixtures worth training next": pd.DataFrame(a["next"]),
         f"Forms, by hold-outs of {a['hold_out']['by']}": forms.reset_index(names="form"),
     }
-    return {
-        title: table.map(lambda value: value if isinstance(value, str) else fixed(value, 4))
-        for title, table in tables.items()
-        if len(table)
-    }
+    shown = {title: table for title, table in tables.items() if len(table)}
+    return {title: table.map(lambda v: v if isinstance(v, str) else fixed(v, 4)) for title, table in shown.items()}
 
 
 def _held_out(study: MixtureStudy, figure: Figure) -> None:
