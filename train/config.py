@@ -229,10 +229,10 @@ def with_shares(config: DataConfig) -> DataConfig:
 
 
 def mixture_label(weights: Mapping[str, float]) -> str:
-    """Return a mixture's short name, such as code0.7+prose0.3: its largest shares, at most LABELLED of them."""
-    largest = sorted(weights.items(), key=lambda item: -item[1])
-    names = [f"{name}{weight:.3g}" for name, weight in largest if weight > 0]
-    return "+".join(names[:LABELLED]) + "+…" * (len(names) > LABELLED)
+    """Return a mixture's short name, such as code0.7+prose0.3, with at most LABELLED domains, the largest."""
+    largest = sorted((name for name in weights if weights[name] > 0), key=lambda name: -weights[name])[:LABELLED]
+    label = "+".join(f"{name}{weights[name]:.3g}" for name in weights if name in largest)
+    return label + "+…" * (sum(weight > 0 for weight in weights.values()) > LABELLED)
 
 
 def _normalised(weights: Mapping[str, float]) -> dict[str, float]:

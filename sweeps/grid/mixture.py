@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .suggest import Suggestion
 
 PARTS = 10_000  # a weight is a whole number of parts of 1 / PARTS
-REPEATS = 3  # seeds of the base mixture, whose losses give the noise
+REPEATS = 3  # seeds of the base, whose losses give the noise; grid.seeds replaces them
 
 Domains = Mapping[str, DomainConfig]
 
@@ -39,7 +39,7 @@ class MixtureGrid(LadderGrid):
     The swarm follows a Dirichlet distribution with parameters (1 + K base) / 2 for K domains: uniform on the simplex if
     the base is uniform, else drawn halfway to the base. No parameter is below 1/2, so domains that are rare in the base
     vary too; RegMix (Liu et al. 2024, arXiv:2407.01492) flattens the base for the same reason. RegMix and olmix draw
-    at random. Here the points are a Sobol sequence, which fills the simplex more evenly.
+    at random, and a Sobol sequence fills the simplex more evenly.
     """
 
     kind: str = "mixture"
@@ -48,11 +48,6 @@ class MixtureGrid(LadderGrid):
     bounds: Any = None  # {domain: [low, high]}: shares that every mixture keeps; a domain without bounds has [0, 1]
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
-        if self.seeds is not None and len(self.seeds) < REPEATS:
-            raise UserError(
-                f"grid.seeds is {self.seeds}; it must have at least {REPEATS} seeds, to measure the noise, or be null "
-                f"({REPEATS} seeds for the base alone)"
-            )
         simplex = Simplex.of(base.data.domains or {}, self.base, self.bounds)
         points = [(simplex.base, base.seed + i) for i in range(REPEATS)]
         points += [(simplex.heavier(i), base.seed) for i in range(len(simplex.base))]
@@ -66,34 +61,28 @@ class MixtureGrid(LadderGrid):
     def suggest(
         self, sweep: SweepDirectory, config: SweepConfig, budget: float, max_flops: float, max_runs: int
     ) -> Suggestion:
-        """Suggest the next mixtures of the swarm, each at every (N, D) of at most `max_flops` that lacks it."""
+        """Suggest the next mixtures of the swarm, each at every (N, D) of the grid that costs at most `max_flops`."""
         from .suggest import NothingToSuggest, Suggestion, point_of, suggested_run
 
-        present = {run.run_id for run in members(sweep)}
         base = replace(resolved_base(sweep, config), tokens=0)
-        simplex = Simplex.of(base.data.domains or {}, self.base, self.bounds)
         shapes = [run for run in LadderGrid.runs(self, base, Tuner(config.tuning)) if flops_exact(run) <= max_flops]
-        if not shapes:
-            raise NothingToSuggest(f"max_flops is {max_flops:.3g}, and every run of {sweep.path} needs more; give more")
-        chosen, points, cost, price = list[RunConfig](), list[dict[str, Any]](), 0.0, 0.0
-        # A swarm that is larger than the sweep by max_runs has at least that many new mixtures.
-        for parts in simplex.swarm(len(present) + max_runs, base.seed):
-            more = [point_of(weighted(run, parts, base.seed), base) for run in shapes]
-            points_grid = PointsGrid(points=more, seeds=self.seeds, recipes=self.recipes)
-            runs = [run for run in expand_grid(points_grid, base, config.tuning) if run_id(run) not in present]
-            price = trained_flops(runs)
-            if cost + price > budget or (chosen and len(chosen) + len(runs) > max_runs):
-                break
-            chosen, points, cost = [*chosen, *runs], points + more * bool(runs), cost + price
-        if not chosen:
-            raise NothingToSuggest(
-                f"budget is {budget:.3g} FLOPs, but one more mixture needs {price:.3g}; give at least that"
-            )
-        names = {run_id(run): str(run.name) for run in chosen}
-        suggested = [suggested_run(run, names) for run in merge_runs(chosen).runs]
-        grid = {"kind": "points", "points": points, "seeds": self.seeds, "recipes": self.recipes}
+        repeats = len(self.seeds or [base.seed]) * len(self.recipes or [base.data.recipe])
+        price = repeats * trained_flops(shapes)
+        if not 0 < price <= budget:
+            needed = f"one more mixture needs {price:.3g}" if shapes else f"every run needs more than {max_flops:.3g}"
+            raise NothingToSuggest(f"budget is {budget:.3g} FLOPs, and {needed}; give at least that")
+        count = int(min(budget / price, max(1, max_runs // (repeats * len(shapes)))))
+        present = [run.config().data.domains or {} for run in members(sweep)]
+        taken = [[round(PARTS * domain.weight) for domain in domains.values()] for domains in present]
+        swarm = Simplex.of(base.data.domains or {}, self.base, self.bounds).swarm(len(taken) + count, base.seed)
+        fresh = [parts for parts in swarm if parts not in taken][:count]
+        points = [point_of(weighted(run, parts, base.seed), base) for parts in fresh for run in shapes]
+        grid = PointsGrid(points=points, seeds=self.seeds, recipes=self.recipes)
+        runs = expand_grid(grid, base, config.tuning)
+        names = {run_id(run): str(run.name) for run in runs}
+        suggested = [suggested_run(run, names) for run in merge_runs(runs).runs]
         reason = "these mixtures are the next of the grid's swarm"
-        return Suggestion(budget, None, suggested, cost, [], {}, {}, grid, reason)
+        return Suggestion(budget, None, suggested, count * price, [], {}, {}, asdict(grid), reason)
 
 
 @dataclass(frozen=True)
@@ -148,10 +137,10 @@ class Simplex:
         return _rounded(shares, self.low, self.high)
 
     def swarm(self, count: int, seed: int) -> Iterator[list[int]]:
-        """Yield the first points of a scrambled Sobol sequence, mapped to the Dirichlet distribution of MixtureGrid.
+        """Yield the first points of a Sobol sequence with MixtureGrid's distribution.
 
-        Coordinate i is the quantile of domain i's share of what earlier domains left. This share has a Beta
-        distribution, here cut to what the bounds of this and later domains allow.
+        Coordinate i is the quantile of domain i's share of what earlier domains left: a Beta distribution, cut to what
+        the bounds allow.
         """
         from scipy import special
         from scipy.stats import qmc

@@ -20,6 +20,7 @@ from isoflop.sweeps.grid.adaptive import AdaptiveGrid
 from isoflop.sweeps.grid.base import grid_kinds
 from isoflop.sweeps.grid.isoflop import CurvesGrid, IsoflopGrid
 from isoflop.sweeps.grid.ladder import LadderGrid
+from isoflop.sweeps.grid.mixture import MixtureGrid
 from isoflop.sweeps.grid.product import CheckGrid, PointsGrid, ProductGrid
 from isoflop.sweeps.grid.tune import TuneGrid
 from isoflop.sweeps.grid.tuning import PowerRule, TuningConfig
@@ -33,7 +34,7 @@ ABSURD = (0, -1, 1e300, math.nan, math.inf, True, "many")
 ZERO = {
     "cluster.backoff_seconds", "cluster.dollars_per_gpu_hour", "cluster.gpus_per_job",
     "cluster.max_requeues", "cluster.queue_minutes", "cluster.retries", "cluster.sweep_retries",
-    "fit.bootstrap", "grid.seeds", "optimizer.beta1", "optimizer.beta2",
+    "fit.bootstrap", "grid.mixtures", "grid.seeds", "optimizer.beta1", "optimizer.beta2",
     "optimizer.gradient_clip", "optimizer.momentum", "optimizer.weight_decay", "optimizer.width_exponent",
     "optimizer.z_loss", "model.experts", "model.shared_experts", "model.dense_layers", "model.balance_rate",
     "model.balance_loss", "model.router_z_loss",
@@ -52,6 +53,7 @@ WORKING = {
     "curves": CurvesGrid(budgets=[1e11]),
     "adaptive": AdaptiveGrid(budgets=[1e12, 3e12]),
     "ladder": LadderGrid(sizes=[8e3], tokens_per_parameter=[20.0]),
+    "mixture": MixtureGrid(sizes=[8e3], tokens_per_parameter=[20.0], mixtures=1),
     "product": ProductGrid(axes={"model.qk_norm": [False]}),
     "points": PointsGrid(points=[{"model.qk_norm": False}]),
     "check": CheckGrid(points=[{"model.qk_norm": False, "tokens": 2**17}]),
@@ -104,6 +106,9 @@ def test_an_absurd_number_is_refused_in_one_sentence_or_works(
 ) -> None:
     config = working_config(kind)
     config.data, config.output_root = corpus, str(tmp_path)
+    if kind == "mixture":
+        domains = {name: {"path": corpus.path} for name in ("a", "b")}
+        config.data = dataclasses.replace(corpus, corpus="mixture", path=None, domains=domains)
     before = copy.deepcopy(OmegaConf.select(config, name))
     is_list = OmegaConf.is_list(before) or name in (
         "average.spans", "checkpoint.at_steps", "cluster.budgets", "grid.seeds", "grid.tokens",

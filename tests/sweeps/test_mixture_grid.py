@@ -106,7 +106,6 @@ REFUSED = [
     (grid(bounds={"code": [0.6, 1], "docs": [0.5, 1]}), mixed(), "leaves no mixture; the lows must sum to at most 1"),
     (grid(bounds={name: [0, 0.3] for name in WEIGHTS}), mixed(), "leaves no mixture; .* to at least 1$"),
     (grid(bounds={"code": [0, 0.5]}), mixed(), r"grid.bounds.code is \[0, 0.5\]; .* in data.domains, 0.6; or give"),
-    (grid(seeds=[0]), mixed(), r"grid.seeds is \[0\]; it must have at least 3 seeds"),
     (grid(tokens=None), mixed(), "exactly one of them"),
 ]
 
@@ -181,7 +180,7 @@ def test_suggestions_are_the_next_mixtures_that_the_budget_allows(
     points = extend.as_grid(suggestion.grid, "here")
     assert extend.add_grid(sweep, prepare.configuration(sweep), points, "a test") == names
     assert extend.extend_sweep(sweep, ["grid.mixtures=12"]) == []
-    for options, sentence in (({}, "one more mixture needs"), ({"max_flops": 1.0}, "every run of .* needs more")):
+    for options, sentence in (({}, "one more mixture needs"), ({"max_flops": 1.0}, "every run needs more than 1;")):
         with pytest.raises(UserError, match=sentence):
             suggest_runs(sweep, 0.5 * price, **options)
 
@@ -190,10 +189,17 @@ def test_the_plan_of_the_command_shows_mixtures(tmp_path: Path, capsys: pytest.C
     for name in WEIGHTS:
         (tmp_path / f"{name}.txt").write_text(f"a line of {name}\n" * 4000)
     domains = ",".join(f"{name}:{{path:{tmp_path / name}.txt}}" for name in WEIGHTS)
-    command = ["+grid=mixture", f"data.domains={{{domains}}}", "grid.mixtures=1", "cluster=local", "tracker=none"]
-    command += ["evaluate=none", "cluster.flops_per_second=1e11", f"output_root={tmp_path}", "dry_run=true"]
+    command = ["+grid=mixture", "data=mixture", f"data.domains={{{domains}}}", "grid.mixtures=1", "cluster=local"]
+    command += [
+        "tracker=none",
+        "evaluate=none",
+        "cluster.flops_per_second=1e11",
+        f"output_root={tmp_path}",
+        "dry_run=true",
+    ]
     assert sweep_main([*command, "grid.bounds={code:[0.3,0.5]}"]) == 0
     output = capsys.readouterr().out
     assert "7 runs" in output
     assert re.search(r" code0.5\+prose0.25\+docs0.25 *$", output, re.MULTILINE)
-    assert sweep_main([*command, "data=stdlib"]) == 2
+    assert sweep_main([*command[:1], "data=text", f"data.path={tmp_path}/code.txt", *command[3:]]) == 2
+    assert "data.domains has 0 domains; a mixture grid needs data=mixture" in capsys.readouterr().err

@@ -316,7 +316,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
 
 def test_no_grid_names_the_grids(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        "+grid=NAME with one of adaptive, attention, chinchilla, compare, curves, data_recipe, experts, ladder, one, "
+        "+grid=NAME with one of adaptive, attention, chinchilla, compare, curves, data_recipe, experts, ladder, "
         in error_of(["cluster=local"], capsys)
     )
 

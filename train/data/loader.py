@@ -24,15 +24,15 @@ class TrainStream:
         windows = _windows(shards.train, sequence_length, "training")
         if most_tokens is not None:
             windows = windows[: max(1, most_tokens // sequence_length)]
-        self._windows = windows
+        self.windows = windows
         # Caches two epochs, because a batch may span both.
         self._permutation = lru_cache(2)(lambda epoch: permutation(seed, epoch, len(windows)))
         self.end_of_document = shards.tokenizer.end_of_document
-        self.unique_tokens = len(self._windows) * sequence_length  # targets in an epoch
+        self.unique_tokens = len(windows) * sequence_length  # targets in an epoch
 
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
         """Return rows `start` to `start + count` (None: the rest) of a 0-based step's batch: ids (count, T + 1)."""
-        return self.rows(*row_range(step, batch_size, start, count))
+        return self.windows[self.order(*row_range(step, batch_size, start, count))].astype(np.int64)
 
     def epochs(self, tokens: int) -> float:
         """Return how often a run of so many tokens reads the text; above 1, text is repeated."""
@@ -47,14 +47,14 @@ class TrainStream:
         epochs = self.epochs(tokens)
         return [f"{tokens:,} tokens are {epochs:.2f} epochs of the {self.unique_tokens:,} unique tokens"] * (epochs > 1)
 
-    def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return the run's rows from `first` to before `last`, counted over all batches: ids (last - first, T + 1)."""
-        n = len(self._windows)
+    def order(self, first: int, last: int) -> npt.NDArray[np.unsignedinteger]:
+        """Return the windows that the run reads as rows `first` to before `last`, counted over all batches."""
+        n = len(self.windows)
         spans = [
             self._permutation(epoch)[max(first - epoch * n, 0) : last - epoch * n]
             for epoch in range(first // n, max(first // n + 1, -(-last // n)))
         ]
-        return self._windows[np.concatenate(spans)].astype(np.int64)
+        return np.concatenate(spans)
 
 
 def row_range(step: int, batch_size: int, start: int, count: int | None) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from .loader import TrainStream, bytes_of, row_range, validation_windows
 from .text import PLAIN, Text, in_domain
 
 CIRCLE = 1 << 64  # fractions are multiples of 1 / CIRCLE, so that they are exact
+BLOCK = 1024  # rows whose windows are found at a time
 GOLDEN = 0x9E3779B97F4A7C15  # CIRCLE / golden ratio
 
 
@@ -104,7 +106,8 @@ class MixtureStream:
         ends = itertools.accumulate(shares[name] for name in self._read)
         self._ends = [0, *(round(end * CIRCLE) for end in ends)]
         self._ends[-1] = CIRCLE  # the shares' sum may miss 1 by rounding
-        self._next = 0, [0] * len(self._read)  # a row, and each domain's rows before it
+        self._windows = [streams[name].windows for name in self._read]
+        self._block = lru_cache(2)(self._places)  # two, because a batch may span both
         self._start = int(np.random.Philox(key=np.array([seed % 2**64, 0], np.uint64)).random_raw())
         self.end_of_document = next(iter(streams.values())).end_of_document
         self.unique_tokens = sum(streams[name].unique_tokens for name in self._read)
@@ -112,22 +115,23 @@ class MixtureStream:
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
         """Return rows `start` to `start + count` (None: the rest) of a 0-based step's batch: ids (count, T + 1)."""
         first, last = row_range(step, batch_size, start, count)
-        at = np.uint64(self._start) + np.arange(first, last, dtype=np.uint64) * np.uint64(GOLDEN)  # wraps around
-        domain = np.searchsorted(np.array(self._ends[1:-1], np.uint64), at, side="right")
-        row, before = self._next
-        before = before if row == first else self._counted(first)
-        after = [count + int(np.sum(domain == k)) for k, count in enumerate(before)]
-        self._next = last, after  # most often the next call asks for what follows
-        parts = [self.streams[name].rows(*rows) for name, *rows in zip(self._read, before, after, strict=True)]
-        result = np.empty((last - first, parts[0].shape[1]), np.int64)
-        for k, part in enumerate(parts):
-            result[domain == k] = part
+        result = np.empty((last - first, self._windows[0].shape[1]), np.int64)
+        for i, row in enumerate(range(first, last)):
+            domain, window = self._block(row // BLOCK)[row % BLOCK]
+            result[i] = self._windows[domain][window]
         return result
 
-    def _counted(self, row: int) -> list[int]:
-        """Count the rows before row `row` of the run for each domain that is read."""
-        below = [rows_below(end, row, self._start) for end in self._ends]
-        return [after - before for before, after in itertools.pairwise(below)]
+    def _places(self, block: int) -> list[tuple[int, int]]:
+        """Return the domain and the window of each of the BLOCK rows of a block."""
+        first = block * BLOCK
+        at = np.uint64(self._start) + np.arange(first, first + BLOCK, dtype=np.uint64) * np.uint64(GOLDEN)  # wraps
+        domain = np.searchsorted(np.array(self._ends[1:-1], np.uint64), at, side="right")
+        below = [rows_below(end, first, self._start) for end in self._ends]
+        window = np.empty(BLOCK, np.int64)
+        for k, name in enumerate(self._read):
+            mine, before = domain == k, below[k + 1] - below[k]
+            window[mine] = self.streams[name].order(before, before + int(mine.sum()))
+        return list(zip(domain.tolist(), window.tolist(), strict=True))
 
     def epochs(self, tokens: int) -> float:
         """Return how often a run of so many tokens reads the domain that it repeats most."""
