@@ -128,11 +128,13 @@ def mixture_tables(content: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
     tables = {
         f"Best weights, {a['level']:.0%} intervals": best.dropna(axis=1, how="all").reset_index(names="domain"),
         "Best weights by scale": pd.DataFrame(scales),
-        "Mixtures worth training next": pd.DataFrame(a["next"]),
+        "Mixtures worth training next": pd.DataFrame(a["next"], range(1, len(a["next"]) + 1)).reset_index(names=""),
         f"Forms, by hold-outs of {a['hold_out']['by']}": forms.reset_index(names="form"),
     }
     shown = {title: table for title, table in tables.items() if len(table)}
-    return {title: table.map(lambda v: v if isinstance(v, str) else fixed(v, 4)) for title, table in shown.items()}
+    return {
+        title: table.map(lambda v: fixed(v, 4) if isinstance(v, float) else str(v)) for title, table in shown.items()
+    }
 
 
 def _held_out(study: MixtureStudy, figure: Figure) -> None:

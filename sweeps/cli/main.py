@@ -191,6 +191,8 @@ def mix_command(
     show(study.to_dict(), as_json, print_mixture)
     if output is not None and not as_json:
         print(f"report: {output / 'report.html'}")
+    if (source / "plan.json").exists() and not as_json:
+        print(f"to train the next mixtures: isoflop suggest {source} --budget FLOPS --write next.yaml")
 
 
 def by_domain(option: str, text: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ...train.flops import flops_exact
 from ...train.planner.validation import check_shares
 from ..plan.trunks import merge_runs, trained_flops
 from ..prepare import resolved_base
+from ..results.finish import write_mixture
 from ..runs.membership import members
 from .expand import expand_grid
 from .ladder import LadderGrid
@@ -83,6 +84,10 @@ class MixtureGrid(LadderGrid):
         suggested = [suggested_run(run, names) for run in merge_runs(runs).runs]
         reason = "these mixtures are the next of the grid's swarm"
         return Suggestion(budget, None, suggested, count * price, [], {}, {}, asdict(grid), reason)
+
+    @classmethod
+    def results(cls, sweep: SweepDirectory) -> dict[str, Any]:
+        return write_mixture(sweep)
 
 
 @dataclass(frozen=True)

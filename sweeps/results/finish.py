@@ -149,11 +149,10 @@ def study_mixtures(source: Path, seed: int = 0, **options: Any) -> MixtureStudy:
     table, config = build_table(sweep), sweep.settings()["config"]
     if table.empty:
         raise UserError(f"no run of {source} is done, so there is nothing to fit yet; see `isoflop status {source}`")
-    table["group"] = table["trunk"].fillna(table["run_id"])
     data, domains = config["data"], config["data"].get("domains") or {}
     base = config["grid"].get("base") or {name: domain["weight"] for name, domain in domains.items()}
-    own = {"target": data.get("target"), "base": base or None}
-    return MixtureStudy.of(table, seed, data.get("epochs_of") or 0.0, **own | options)
+    options = {"target": data.get("target"), "base": base or None} | options
+    return MixtureStudy.of(table[table["final"]], seed, data.get("epochs_of") or 0.0, **options)
 
 
 def write_mixture(sweep: SweepDirectory) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ from fake_sweep import finish, make_config, write_sweep
 from isoflop.fit.mixtures.mixturelaw import MixtureLaw
 from isoflop.fit.report.mixture import MixtureStudy
 from isoflop.sweeps.grid.mixture import MixtureGrid
-from isoflop.sweeps.grid.suggest import suggest_runs
 from isoflop.sweeps.results.finish import print_result, write_results
 from isoflop.train.config import DataConfig, DomainConfig
 from isoflop.train.files import read_json, write_json
 
-pytestmark = pytest.mark.usefixtures("quick_pictures")
-
 TRANSFER = {"code": [1.0, 0.1, 0.3], "prose": [0.2, 1.0, 0.3], "docs": [0.3, 0.2, 1.0]}  # chosen by hand
 DOMAINS = [*TRANSFER]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_law() -> Iterator[None]:
+    """Fit one form with few draws by default, because all four take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MixtureLaw.__init__, "__defaults__", (("effective",), 60, 0))
+        yield
 
 
 def losses(weights: Any, noise: float, seed: int = 0) -> dict[str, Any]:
@@ -83,11 +89,11 @@ def test_the_terminal_shows_the_doubt_first(isoflop: Any, tmp_path: Path) -> Non
 REFUSED = [
     ("--target", "code", "--target is 'code'; it must give a number for each domain, as in code=0.5,prose=0.5"),
     ("--bounds", "code=0.5", "--bounds is 'code=0.5'; .* as in code=0.1:0.6"),
-    ("--target", "web=1", "target has 'web'; choose among code, prose, docs"),
+    ("--target", "web=1", "target has .*web; .* code, prose, docs"),
     ("--target", "code=-1", "zero or more"),
     ("--base", "code=-1", "zero or more"),
     ("--bounds", "code=0.9:1,prose=0.9:1", "bounds leave no mixture"),
-    ("--unique", "docs=0", "unique is 0"),
+    ("--unique", "docs=-1", "unique"),
     ("--level", "2", "level is 2.0; it must lie between 0 and 1"),
     ("--n", "5e6", "N is 1e\\+06 in every row"),
 ]
@@ -116,6 +122,7 @@ def test_a_table_without_mixtures_is_refused(isoflop: Any, tmp_path: Path) -> No
         assert sentence in error
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_a_sweep_of_mixtures_ends_with_its_answer(isoflop: Any, tmp_path: Path, capsys: Any) -> None:
     config = make_config(MixtureGrid(sizes=[1e4], tokens=[102400], mixtures=12))
     domains = {name: DomainConfig(path=f"{name}/", weight=w) for name, w in zip(DOMAINS, (6, 3, 1), strict=True)}
@@ -140,6 +147,3 @@ def test_a_sweep_of_mixtures_ends_with_its_answer(isoflop: Any, tmp_path: Path, 
     assert page.count("<img ") == 3
     print_result(sweep)
     assert content["verdict"] in capsys.readouterr().out
-    best, *_ = suggest_runs(sweep, 1e15).grid["points"]
-    asked = [best[f"data.domains.{name}.weight"] for name in DOMAINS]
-    assert asked == pytest.approx([*content["mixture"]["next"][0].values()], abs=1e-3)
