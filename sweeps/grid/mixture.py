@@ -15,6 +15,7 @@ from ...train.flops import flops_exact
 from ...train.planner.validation import check_shares
 from ..plan.trunks import merge_runs, trained_flops
 from ..prepare import resolved_base
+from ..results.finish import write_mixture
 from ..runs.membership import members
 from .expand import expand_grid
 from .ladder import LadderGrid
@@ -82,6 +83,10 @@ class MixtureGrid(LadderGrid):
         return Suggestion(
             budget, None, suggested, flops, [], {}, {}, asdict(grid), "these mixtures are the next of the grid's swarm"
         )
+
+    @classmethod
+    def results(cls, sweep: SweepDirectory) -> dict[str, Any]:
+        return write_mixture(sweep)
 
 
 @dataclass(frozen=True)

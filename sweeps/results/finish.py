@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
@@ -26,7 +26,10 @@ from ..terminal import print_rows, say, short
 from . import scoring, tracking
 from .accounting import account, own_seconds, result_of
 from .forecast import forecast_running
-from .table import UNTUNED, write_curves, write_table
+from .table import UNTUNED, build_table, write_curves, write_table
+
+if TYPE_CHECKING:
+    from ...fit.report.mixture import MixtureStudy
 
 COSTS = "costs.json"
 INPUTS = "inputs.json"
@@ -60,7 +63,8 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, for
     if not force and read_json(inputs) == {"digest": digest, "made": _stamps(sweep, MADE)}:
         law = read_json(sweep.path / "fit" / "law.json")
     if law is not None:
-        law = {name: value for name, value in law.items() if name not in ("provenance", "estimator", "mixture")}
+        hidden = ("provenance", "estimator", "mixture") if "approaches" in law else ()
+        law = {name: value for name, value in law.items() if name not in hidden}
     else:
         try:
             law = _analyze(sweep, targets)
@@ -135,6 +139,29 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     return analysis.to_dict()
 
 
+def study_mixtures(source: Path, seed: int = 0, **options: Any) -> MixtureStudy:
+    """Fit a table, or a sweep's finished runs, with the sweep's target and base unless others are given."""
+    from ...fit.report.mixture import MixtureStudy
+
+    if not (source / "plan.json").exists():
+        return MixtureStudy.of(source, seed, **options)
+    sweep = SweepDirectory.open(source)
+    table, config = build_table(sweep), sweep.settings()["config"]
+    if table.empty:
+        raise UserError(f"no run of {source} is done, so there is nothing to fit yet; see `isoflop status {source}`")
+    data, domains = config["data"], config["data"].get("domains") or {}
+    base = config["grid"].get("base") or {name: domain["weight"] for name, domain in domains.items()}
+    options = {"target": data.get("target"), "base": base or None} | options
+    return MixtureStudy.of(table[table["final"]], seed, data.get("epochs_of") or 0.0, **options)
+
+
+def write_mixture(sweep: SweepDirectory) -> dict[str, Any]:
+    """Write the report of a sweep of mixtures. Returns the content of law.json."""
+    study, command = study_mixtures(sweep.path), " ".join(sweep.settings().get("command") or ())
+    study.write(sweep.path / "fit", sweep.path.name, {"command": command}, read_json(sweep.path / COSTS))
+    return study.to_dict()
+
+
 def _calibrate(sweep: SweepDirectory, cluster: ClusterConfig) -> None:
     place = place_of(cluster, sweep.plan()["runs"][0]["shape"]["cpus"])
     if (problem := record_rates(place, measured_rates(sweep))) is not None:
@@ -182,6 +209,9 @@ def print_law(law: dict[str, Any], name: str) -> None:
     from ...fit.flops import in_words
     from ...fit.formatting import INTERVALS
 
+    if "approaches" not in law and "mixture" in law:
+        print_mixture(law)
+        return
     convention = f" for FLOPs {in_words(law['convention'])}" if "convention" in law else ""  # missing in older files
     kind, approaches = law.get("intervals", "noise"), (law.get("approaches") or {}).items()
     optima = [(item, "mixture") for item in law.get("optimal", []) if kind == "mixture"]
@@ -216,6 +246,18 @@ def print_law(law: dict[str, Any], name: str) -> None:
         say(f"  possible reason: {escape(suspect)}")
     for warning in law.get("warnings", []):
         say(f"[yellow]{warning['code']}[/]: {escape(warning['message'])}")
+
+
+def print_mixture(law: dict[str, Any]) -> None:
+    """Print a law.json on mixtures: the answer, its tables and warnings."""
+    from ...fit.report.mixture import mixture_tables
+
+    say(escape(law["verdict"]))
+    for title, table in mixture_tables(law).items():
+        print_rows([*table], ("domain", "form"), title, table.to_numpy().tolist())
+    for warning in law["warnings"]:
+        if warning["code"] != "no_mixture_answer":  # begins the verdict
+            say(f"[yellow]{warning['code']}[/]: {escape(warning['message'])}")
 
 
 def print_comparisons(comparisons: list[dict[str, Any]]) -> None:
