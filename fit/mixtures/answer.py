@@ -149,7 +149,7 @@ def _doubt(law: Any, gain: float, error: float, level: float) -> tuple[float, fl
     Returns the interval's half width, the probability of a gain, a reason for doubt, and the runs that would show it.
     """
     runs, ways = int(law.data_.group.max()) + 1, len(law.domains_) - 1
-    freedom = ways, max(runs - 2 * ways, 1)
+    freedom = ways, max(runs - 2 * ways, 1)  # a gain that noise makes is the best of `ways` directions
     wide = error * float(np.sqrt(ways * fdtri(*freedom, level)))
     probability = float(fdtr(*freedom, (gain / max(error, 1e-12)) ** 2 / ways)) if gain > 0 else 0.0
     if gain > max(wide, 1e-9):

@@ -101,9 +101,7 @@ class MixtureLaw(Estimator):
         mixture = np.unique(weights.round(6), axis=0, return_inverse=True)[1].ravel()
         count, least = mixture.max() + 1, len(self.domains_) + 2
         if count < least:
-            raise InputError(
-                f"the table has {count} different mixtures of {least - 2} domains; it needs {least} or more."
-            )
+            raise InputError(f"the table has {count} mixtures of {least - 2} domains; it needs {least} or more.")
         sizes = {name: positive(name, numeric(frame, name)) for name in ("N", "D") if name in frame}
         self.sizes_ = {name: (float(values.min()), float(values.max())) for name, values in sizes.items()}
         self._middle = {name: float(np.exp(np.log(values).mean())) for name, values in sizes.items()}
@@ -221,9 +219,8 @@ class MixtureLaw(Estimator):
 
         self._fitted()
         one_of("kind", kind, ("run", "mean"))
-        points = self.points(
-            _mixtures(weights, self.domains_), N, D, _named("unique", unique, self.domains_, np.nan)[None]
-        )
+        caps = _named("unique", unique, self.domains_, np.nan)[None]
+        points = self.points(_mixtures(weights, self.domains_), N, D, caps)
         rows, names = np.eye(len(self.losses_)), [f"loss_{name}" for name in self.losses_]
         if target is not None:
             rows, names = np.vstack([rows, self._target(target)]), [*names, "target"]

@@ -186,7 +186,7 @@ def test_trees_are_left_out_without_scikit_learn(monkeypatch):
         (lambda law: law.clone().fit(swarm().filter(like="weight_")), "needs columns weight_<domain> and loss_<name>"),
         (lambda law: law.clone().fit(swarm().filter(like="loss_")), "needs columns weight_<domain> and loss_<name>"),
         (lambda law: law.clone().fit(swarm().assign(weight_none=0.0)), "weight_none is 0 in every row"),
-        (lambda law: law.clone().fit(swarm(n=5)), "3 different mixtures of 3 domains; it needs 5"),
+        (lambda law: law.clone().fit(swarm(n=5)), "3 mixtures of 3 domains; it needs 5"),
         (lambda law: law.clone().fit(swarm().assign(loss_web=-1.0)), "loss_web is -1 in row 0"),
         (lambda law: law.clone().fit(ladder().drop(columns="D").assign(unique_web=1e9)), "D is no column of the table"),
         (lambda law: law.clone().fit(ladder()).predict([[1 / 3] * 3], N=1e9), "D is missing"),
