@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ...train.config import DomainConfig, RunConfig, run_id
+from ...train.config import DomainConfig, RunConfig, mixture_label, run_id
 from ...train.errors import UserError, counted
 from ...train.fields import Natural4
 from ...train.flops import flops_exact
@@ -59,7 +59,7 @@ class MixtureGrid(LadderGrid):
     def suggest(
         self, sweep: SweepDirectory, config: SweepConfig, budget: float, max_flops: float, max_runs: int
     ) -> Suggestion:
-        """Suggest the swarm's next mixtures, each at every (N, D) that costs at most `max_flops`."""
+        """Suggest mixtures that a law would learn most from, then the swarm's next, at all (N, D) up to `max_flops`."""
         from .suggest import NothingToSuggest, Suggestion, point_of, suggested_run
 
         base = replace(resolved_base(sweep, config), tokens=0)
@@ -73,16 +73,31 @@ class MixtureGrid(LadderGrid):
         present = [run.config().data.domains or {} for run in members(sweep)]
         taken = [[round(PARTS * domain.weight) for domain in domains.values()] for domains in present]
         simplex = Simplex.of(base.data.domains or {}, self.base, self.bounds)
-        fresh = [parts for parts in simplex.swarm(len(taken) + count, base.seed) if parts not in taken][:count]
+        best, reason = self._informative(sweep, base, simplex)
+        proposed = [*best, *simplex.swarm(len(taken) + count, base.seed)]
+        fresh = [parts for parts in proposed if parts not in taken][:count]
         points = [point_of(weighted(run, parts, base.seed), base) for parts in fresh for run in shapes]
         grid = PointsGrid(points=points, seeds=self.seeds, recipes=self.recipes)
         runs = expand_grid(grid, base, config.tuning)
         names = {run_id(run): str(run.name) for run in runs}
         suggested = [suggested_run(run, names) for run in merge_runs(runs).runs]
         flops = sum(run.flops_own for run in suggested)
-        return Suggestion(
-            budget, None, suggested, flops, [], {}, {}, asdict(grid), "these mixtures are the next of the grid's swarm"
-        )
+        return Suggestion(budget, None, suggested, flops, [], {}, {}, asdict(grid), reason)
+
+    def _informative(self, sweep: SweepDirectory, base: RunConfig, simplex: Simplex) -> tuple[list[list[int]], str]:
+        """Return the mixtures that a law of the finished runs would learn most from, and a sentence on the law."""
+        from ...fit import InputError, MixtureLaw
+        from ..results.table import build_table
+
+        try:
+            table = build_table(sweep)
+            answer = MixtureLaw().fit(table[table["final"]]).best(base.data.target, bounds=self.bounds)
+        except InputError as error:
+            return [], f"these mixtures are the next of the grid's swarm; the finished runs give no law yet: {error}"
+        shares = ([PARTS * weights[name] for name in base.data.domains] for weights in answer.next)
+        mixtures = [_rounded(parts, simplex.low, simplex.high) for parts in shares]
+        lowest = f"by the law of the finished runs, the lowest loss is at {mixture_label(answer.weights)}"
+        return mixtures, f"{lowest}; the first {counted(len(mixtures), 'mixture')} would tell most about it"
 
     @classmethod
     def results(cls, sweep: SweepDirectory) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_sweep import make_config, write_sweep
+from isoflop.sweeps import prepare
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.grid import extend
 from isoflop.sweeps.grid.expand import expand_grid
@@ -20,10 +22,12 @@ from isoflop.sweeps.grid.mixture import MixtureGrid, Simplex
 from isoflop.sweeps.grid.product import ProductGrid
 from isoflop.sweeps.grid.suggest import print_suggestion, suggest_runs
 from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.sweeps.runs.forms import NEEDED
 from isoflop.train.config import DataConfig, DomainConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
+from isoflop.train.files import write_json
 from isoflop.train.flops import flops_exact
-from small_runs import SMOKE
+from small_runs import SMOKE, set_state
 
 WEIGHTS = {"code": 6.0, "prose": 3.0, "docs": 1.0}
 
@@ -150,7 +154,7 @@ def test_a_sweep_is_extended_and_suggestions_are_the_next_mixtures_that_the_budg
     assert extend.extend_sweep(sweep, ["grid.mixtures=12"]) == names
     for options, sentence in (({}, "one more mixture needs"), ({"max_flops": 1.0}, "every run needs more than 1;")):
         with pytest.raises(UserError, match=sentence):
-            suggest_runs(sweep, 0.5 * price, **options)
+            suggest_runs(sweep, 0.5 * price, **options)  # type: ignore[arg-type]
 
 
 def test_the_plan_of_the_command_shows_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,3 +169,17 @@ def test_the_plan_of_the_command_shows_mixtures(tmp_path: Path, capsys: pytest.C
     assert re.search(r"7 runs(.|\n)* code0.5\+prose0.25\+docs0.25 *$", capsys.readouterr().out, re.MULTILINE)
     assert sweep_main([*command[:1], "data=text", f"data.path={tmp_path}/code.txt", *command[3:]]) == 2
     assert "data.domains has 0 domains; a mixture grid needs data=mixture" in capsys.readouterr().err
+
+
+def test_finished_runs_give_the_mixtures_that_a_law_would_learn_most_from(sweep: SweepDirectory) -> None:
+    for directory in sweep.runs():
+        run = directory.config()
+        shares = {name: domain.weight for name, domain in run.data.domains.items()}
+        summary = dict.fromkeys(NEEDED, 1.0) | {"step": run.steps, "D": run.D, "N_total": 10_800}
+        summary |= {f"val_loss_{name}": 2.0 + math.exp(-3.0 * share) for name, share in shares.items()}
+        write_json(directory.path / "summary.json", summary | {f"weight_{name}": shares[name] for name in shares})
+        set_state(directory, "done")
+    suggestion = suggest_runs(sweep, 8 * flops_exact(sweep.runs()[0].config()))
+    assert re.search("by the law of the finished runs, the lowest loss is at code0.3", suggestion.reason)
+    points = extend.as_grid(suggestion.grid, "here")
+    assert len(extend.add_grid(sweep, prepare.configuration(sweep), points, "a test")) == 8
