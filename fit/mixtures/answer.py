@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy.special import fdtr, fdtri, ndtri
 
 from ..errors import Array, InputError, check_level, positive
 from ..uncertainty import percentile_interval
-
-if TYPE_CHECKING:
-    from .mixturelaw import MixtureLaw
 
 CANDIDATES = 256  # mixtures drawn at each concentration and spread
 CONCENTRATIONS = (0.0, 3.0, 30.0, 300.0)  # of Dirichlet's distribution about the base
@@ -55,13 +52,18 @@ class BestMixture:
 
 
 def best_mixture(
-    law: MixtureLaw, row: Array, sizes: tuple[float | None, float | None], base: Array | None, caps: Array,
+    law: Any, row: Array, sizes: tuple[float | None, float | None], base: Array | None, caps: Array,
     max_epochs: float | None, bounds: Mapping[str, tuple[float, float]], level: float,
 ) -> BestMixture:  # fmt: skip
     """See `MixtureLaw.best`; row (losses,) is the target, sizes are N and D, caps (1, domains) the unique tokens."""
     check_level(level)
-    seen, (N, D), generator = law.data_.points.weights, sizes, np.random.default_rng(law.seed)
-    base = _base(law) if base is None else base
+    (N, D), generator, data = sizes, np.random.default_rng(law.seed), law.data_
+    first = np.unique(data.mixture, return_index=True)[1]
+    seen = data.points.weights[first]
+    if base is None:  # the mixture of most runs, if there is one
+        counts = np.bincount(np.unique(np.stack([data.mixture, data.group]), axis=1)[0])
+        most = counts == counts.max()
+        base = (seen[most] if most.sum() == 1 else seen).mean(axis=0)
     low, high = _bounds(law, bounds, max_epochs, caps, D)
     about = [generator.dirichlet(np.maximum(c * base, 0.05) + (c == 0), CANDIDATES) for c in CONCENTRATIONS]
     cloud = project(np.vstack([base, seen, np.eye(len(low)), *about]), low, high)
@@ -85,8 +87,8 @@ def best_mixture(
     wide, lowest = float(ndtri(0.5 + 0.5 * level) * np.sqrt(variance)), cloud[draws.argmin(axis=0)]
     gain = answer["base_loss"] - answer["loss"]
     half, probability, reason, runs = _doubt(law, gain, float((draws[1] - draws[0]).std()), level)
-    smaller = [(value and np.geomspace(law.sizes_[name][0], value, 3)[:2]) for name, value in (("N", N), ("D", D))]
-    path = zip(*([None] * 2 if values is None else values.tolist() for values in smaller), strict=True)
+    ends = [(value, law.sizes_[name][0]) if value else None for name, value in (("N", N), ("D", D))]
+    path = zip(*(np.geomspace(e[1], e[0], 3)[:2].tolist() if e else (None, None) for e in ends), strict=True)
     moves = law.varies("N") or law.varies("D")
     return BestMixture(
         target=dict(zip(law.losses_, row.tolist(), strict=True)), level=level, **answer, base=named(base),
@@ -118,16 +120,8 @@ def minimum(loss: Callable[[Array], Array], cloud: Array, low: Array, high: Arra
     return np.asarray(cloud[np.argmin(loss(cloud))])
 
 
-def _base(law: MixtureLaw) -> Array:
-    """Return the mixture that most runs share, or the mean of all mixtures if there is no such one."""
-    first = np.unique(law.data_.mixture, return_index=True)[1]
-    runs = np.bincount(np.unique(np.stack([law.data_.mixture, law.data_.group]), axis=1)[0])
-    most = np.flatnonzero(runs == runs.max())
-    return np.asarray(law.data_.points.weights[first[most] if len(most) == 1 else first].mean(axis=0))
-
-
 def _bounds(
-    law: MixtureLaw, bounds: Mapping[str, tuple[float, float]], max_epochs: float | None, caps: Array, D: float | None
+    law: Any, bounds: Mapping[str, tuple[float, float]], max_epochs: float | None, caps: Array, D: float | None
 ) -> tuple[Array, Array]:
     """Return the lowest and the highest weight of each domain, (domains,)."""
     seen = law.data_.points.weights
@@ -149,19 +143,19 @@ def _bounds(
     return low, high
 
 
-def _doubt(law: MixtureLaw, gain: float, error: float, level: float) -> tuple[float, float, str, int | None]:
+def _doubt(law: Any, gain: float, error: float, level: float) -> tuple[float, float, str, int | None]:
     """Judge a gain by Scheffe's method, because the best was chosen among all mixtures (Scheffe 1953).
 
     Returns the interval's half width, the probability of a gain, a reason for doubt, and the runs that would show it.
     """
     runs, ways = int(law.data_.group.max()) + 1, len(law.domains_) - 1
-    freedom = ways, max(runs - 2 * ways, 1)
+    freedom = ways, max(runs - 2 * ways, 1)  # a gain that noise makes is the best of `ways` directions
     wide = error * float(np.sqrt(ways * fdtri(*freedom, level)))
     probability = float(fdtr(*freedom, (gain / max(error, 1e-12)) ** 2 / ways)) if gain > 0 else 0.0
+    if gain > max(wide, 1e-9):
+        return wide, probability, "", None
     if gain <= 1e-9:
         return wide, probability, "the base is already the best mixture within the bounds.", None
-    if gain > wide:
-        return wide, probability, "", None
     needed = int(np.ceil(runs * (wide / gain) ** 2)) if wide / gain < MOST_RUNS**0.5 else None
     advice = f"about {needed} runs in all would show it" if needed else f"{MOST_RUNS:g} times as many runs are too few"
     return wide, probability, f"the gain of {gain:.3g} ± {wide:.2g} is within the noise; {advice}.", needed

@@ -213,7 +213,8 @@ class Process:
     """
 
     def __init__(self, places: Array, residual: Array, like: Process | None) -> None:
-        self.places, self.length = places, like.length if like else float(np.median(pdist(places))) or 1.0
+        self.places = places
+        self.length: float = like.length if like else float(np.median(pdist(places))) or 1.0
         kernel = self._kernel(places)
         if like is None:
             values, vectors = np.linalg.eigh(kernel)

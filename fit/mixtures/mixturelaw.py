@@ -101,9 +101,7 @@ class MixtureLaw(Estimator):
         mixture = np.unique(weights.round(6), axis=0, return_inverse=True)[1].ravel()
         count, least = mixture.max() + 1, len(self.domains_) + 2
         if count < least:
-            raise InputError(
-                f"the table has {count} different mixtures of {least - 2} domains; it needs {least} or more."
-            )
+            raise InputError(f"the table has {count} mixtures of {least - 2} domains; it needs {least} or more.")
         sizes = {name: positive(name, numeric(frame, name)) for name in ("N", "D") if name in frame}
         self.sizes_ = {name: (float(values.min()), float(values.max())) for name, values in sizes.items()}
         self._middle = {name: float(np.exp(np.log(values).mean())) for name, values in sizes.items()}
@@ -157,9 +155,9 @@ class MixtureLaw(Estimator):
         theta, _, noise, *_ = fit_form(form, data)
         residual = (data.target - form.value(theta, points)[0]) / noise[:, None]
         place = np.column_stack([points.weights, points.size, points.tokens]).round(6)
-        _, place, copies = np.unique(place, axis=0, return_inverse=True, return_counts=True)
-        mean = np.stack([np.bincount(place.ravel(), row) / copies for row in residual])[:, place.ravel()]
-        n = copies[place.ravel()]  # replicates show their noise without the form's error
+        _, at, copies = np.unique(place, axis=0, return_inverse=True, return_counts=True)
+        mean = np.stack([np.bincount(at.ravel(), row) / copies for row in residual])[:, at.ravel()]
+        n = copies[at.ravel()]  # replicates show their noise without the form's error
         squares = (np.where(n > 1, (residual - mean) * np.sqrt(n / np.maximum(n - 1, 1)), residual) ** 2).mean(axis=0)
         roots, weight = np.sqrt(points.weights), data.weight.mean(axis=0)
         length = float(np.quantile(pdist(roots[:500]), 0.1)) or 1.0
@@ -187,7 +185,7 @@ class MixtureLaw(Estimator):
             self._weights.append(Weights.learn(moves, len(members), prior))
             squares.append(np.mean([(move**2).mean(axis=1) for move in moves], axis=0))
         share = np.stack([weights.share for weights in self._weights])
-        names = {"index": [*members], "columns": [*self.losses_]}
+        names: Any = {"index": [*members], "columns": [*self.losses_]}
         self.weights_, self.errors_ = pd.DataFrame(share.T, **names), pd.DataFrame(np.sqrt(squares).T, **names)
         # Shares are drawn from Dirichlet's distribution, so wide that the prior's part of the forms' variance remains.
         shape = np.maximum(share * (1.0 / prior.disagreement - 1.0), 1e-3)[:, None]
@@ -221,7 +219,8 @@ class MixtureLaw(Estimator):
 
         self._fitted()
         one_of("kind", kind, ("run", "mean"))
-        points = self.points(_mixtures(weights, self.domains_), N, D, self._caps(unique))
+        caps = _named("unique", unique, self.domains_, np.nan)[None]
+        points = self.points(_mixtures(weights, self.domains_), N, D, caps)
         rows, names = np.eye(len(self.losses_)), [f"loss_{name}" for name in self.losses_]
         if target is not None:
             rows, names = np.vstack([rows, self._target(target)]), [*names, "target"]
@@ -272,7 +271,8 @@ class MixtureLaw(Estimator):
             D = flops / 6.0 / N
         sizes = N or largest.get("N"), D or largest.get("D")
         start = None if base is None else _mixtures(base, self.domains_)[0]
-        caps, row = self._caps(unique), self._target(dict.fromkeys(self.losses_, 1.0) if target is None else target)
+        caps = _named("unique", unique, self.domains_, np.nan)[None]
+        row = self._target(dict.fromkeys(self.losses_, 1.0) if target is None else target)
         return best_mixture(self, row, sizes, start, caps, max_epochs, bounds or {}, level)
 
     def _target(self, target: Named) -> Array:
@@ -280,9 +280,6 @@ class MixtureLaw(Estimator):
         if not row.any():
             raise InputError(f"target is {target}; at least one weight must be above zero.")
         return row / row.sum()
-
-    def _caps(self, unique: Named) -> Array:
-        return _named("unique", unique, self.domains_, np.nan)[None]
 
 
 def _named(what: str, values: Named, names: Sequence[str], default: float) -> Array:
