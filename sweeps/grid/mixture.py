@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 PARTS = 10_000  # a weight is a whole number of parts of 1 / PARTS
 REPEATS = 3  # seeds of the base, whose losses give the noise; grid.seeds replaces them
 
-Domains = Mapping[str, DomainConfig]
-
 
 @dataclass
 class MixtureGrid(LadderGrid):
@@ -50,9 +48,8 @@ class MixtureGrid(LadderGrid):
 
     def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
         simplex = Simplex.of(base.data.domains or {}, self.base, self.bounds)
-        points = [(simplex.base, base.seed + i) for i in range(REPEATS)]
-        points += [(simplex.heavier(i), base.seed) for i in range(len(simplex.base))]
-        points += [(parts, base.seed) for parts in simplex.swarm(self.mixtures, base.seed)]
+        others = [*map(simplex.heavier, range(len(simplex.base))), *simplex.swarm(self.mixtures, base.seed)]
+        points = [(simplex.base, base.seed + i) for i in range(REPEATS)] + [(parts, base.seed) for parts in others]
         for run in super().runs(base, tuner):
             yield from (weighted(run, parts, seed) for parts, seed in points)
 
@@ -62,7 +59,7 @@ class MixtureGrid(LadderGrid):
     def suggest(
         self, sweep: SweepDirectory, config: SweepConfig, budget: float, max_flops: float, max_runs: int
     ) -> Suggestion:
-        """Suggest the next mixtures of the swarm, each at every (N, D) of the grid that costs at most `max_flops`."""
+        """Suggest the swarm's next mixtures, each at every (N, D) that costs at most `max_flops`."""
         from .suggest import NothingToSuggest, Suggestion, point_of, suggested_run
 
         base = replace(resolved_base(sweep, config), tokens=0)
@@ -75,15 +72,17 @@ class MixtureGrid(LadderGrid):
         count = int(min(budget / price, max(1, max_runs // (repeats * len(shapes)))))
         present = [run.config().data.domains or {} for run in members(sweep)]
         taken = [[round(PARTS * domain.weight) for domain in domains.values()] for domains in present]
-        swarm = Simplex.of(base.data.domains or {}, self.base, self.bounds).swarm(len(taken) + count, base.seed)
-        fresh = [parts for parts in swarm if parts not in taken][:count]
+        simplex = Simplex.of(base.data.domains or {}, self.base, self.bounds)
+        fresh = [parts for parts in simplex.swarm(len(taken) + count, base.seed) if parts not in taken][:count]
         points = [point_of(weighted(run, parts, base.seed), base) for parts in fresh for run in shapes]
         grid = PointsGrid(points=points, seeds=self.seeds, recipes=self.recipes)
         runs = expand_grid(grid, base, config.tuning)
         names = {run_id(run): str(run.name) for run in runs}
         suggested = [suggested_run(run, names) for run in merge_runs(runs).runs]
-        reason = "these mixtures are the next of the grid's swarm"
-        return Suggestion(budget, None, suggested, count * price, [], {}, {}, asdict(grid), reason)
+        flops = sum(run.flops_own for run in suggested)
+        return Suggestion(
+            budget, None, suggested, flops, [], {}, {}, asdict(grid), "these mixtures are the next of the grid's swarm"
+        )
 
     @classmethod
     def results(cls, sweep: SweepDirectory) -> dict[str, Any]:
@@ -99,16 +98,15 @@ class Simplex:
     high: list[int]
 
     @classmethod
-    def of(cls, domains: Domains, base: Any = None, bounds: Any = None) -> Simplex:
+    def of(cls, domains: Mapping[str, DomainConfig], base: Any = None, bounds: Any = None) -> Simplex:
         """Return the simplex of some domains, with `base` and `bounds` as in MixtureGrid."""
         if len(domains) < 2:
             raise UserError(
                 f"data.domains has {counted(len(domains), 'domain')}; a mixture grid needs data=mixture and at least "
                 "two, such as data.domains={code:{path:code/},prose:{path:prose/}}"
             )
-        where, weights = "grid.base", base
-        if base is None:
-            where, weights = "data.domains", {name: domain.weight for name, domain in domains.items()}
+        configured = {name: domain.weight for name, domain in domains.items()}
+        where, weights = ("data.domains", configured) if base is None else ("grid.base", base)
         check_shares(where, weights, domains)
         shares = [PARTS * weights.get(name, 0.0) / sum(weights.values()) for name in domains]
         limits = {} if bounds is None else bounds
@@ -117,9 +115,7 @@ class Simplex:
             raise UserError(f"grid.bounds is {bounds}; {accepted}")
         low, high = ([round(PARTS * limits.get(name, (0, 1))[end]) for name in domains] for end in (0, 1))
         if not sum(low) <= PARTS <= sum(high):
-            accepted = (
-                "the lows must sum to at most 1, and the highs, with 1 for a domain without bounds, to at least 1"
-            )
+            accepted = "the lows must sum to at most 1, and the highs (1 without bounds) to at least 1"
             raise UserError(f"grid.bounds is {bounds}, which leaves no mixture; {accepted}")
         for name, share, least, most in zip(domains, shares, low, high, strict=True):
             if not least - 1 < share < most + 1:
@@ -128,10 +124,7 @@ class Simplex:
         return cls(_rounded(shares, low, high), low, high)
 
     def heavier(self, domain: int) -> list[int]:
-        """Return the mixture halfway from the base to this domain alone, or as far as the bounds allow.
-
-        The other domains keep the ratios of what the base has above their low bounds.
-        """
+        """Return the mixture halfway from the base to this domain alone, or as near to it as the bounds allow."""
         low, base = self.low.copy(), self.base
         low[domain] = 0
         share = min((PARTS + base[domain]) / 2, self.high[domain], PARTS - sum(low))
@@ -142,25 +135,19 @@ class Simplex:
         return _rounded(shares, self.low, self.high)
 
     def swarm(self, count: int, seed: int) -> Iterator[list[int]]:
-        """Yield the first points of a Sobol sequence with MixtureGrid's distribution.
-
-        Coordinate i is the quantile of domain i's share of what earlier domains left: a Beta distribution, cut to what
-        the bounds allow.
-        """
+        """Yield the first points of the grid's swarm."""
         from scipy import special
         from scipy.stats import qmc
 
-        if not count:
-            return
         shapes = [(1 + len(self.base) * part / PARTS) / 2 for part in self.base]
         later = [sum(shapes[i + 1 :]) for i in range(len(shapes))]
 
+        # A coordinate is the quantile of a domain's share of what is left: a Beta distribution, cut to the bounds.
         def choose(point: Sequence[float], i: int, left: int, least: int, most: int) -> float:
             start, end = special.betainc(shapes[i], later[i], [least / left, most / left])
             return left * float(special.betaincinv(shapes[i], later[i], start + (end - start) * point[i]))
 
-        sequence = qmc.Sobol(len(shapes) - 1, seed=seed)
-        for point in sequence.random_base2((count - 1).bit_length())[:count]:
+        for point in qmc.Sobol(len(shapes) - 1, seed=seed).random_base2((count - 1).bit_length())[:count]:
             yield _divided(self.low, self.high, partial(choose, point))
 
 
@@ -183,10 +170,7 @@ def _rounded(shares: Sequence[float], low: Sequence[int], high: Sequence[int]) -
 
 
 def _divided(low: Sequence[int], high: Sequence[int], choose: Callable[[int, int, int, int], float]) -> list[int]:
-    """Divide PARTS among domains in order.
-
-    Domain i gets the part nearest to choose(i, left, least, most) that leaves later domains parts within their bounds.
-    """
+    """Divide PARTS: domain i gets choose(i, left, least, most), rounded, of `least` to `most` that the bounds allow."""
     parts, left = list[int](), PARTS
     for i in range(len(low)):
         least, most = max(low[i], left - sum(high[i + 1 :])), min(high[i], left - sum(low[i + 1 :]))
