@@ -110,7 +110,9 @@ def _sentences(a: BestMixture) -> list[str]:
 
 def _shares(weights: Mapping[str, float]) -> str:
     largest = sorted(weights.items(), key=lambda item: -item[1])[:NAMED]
-    return ", ".join(f"{name} {fixed(weight)}" for name, weight in largest) + ", …" * (len(weights) > NAMED)
+    return ", ".join(f"{name} {fixed(weight)}" for name, weight in largest if weight > 0) + ", …" * (
+        len(weights) > NAMED
+    )
 
 
 def mixture_tables(content: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
@@ -131,10 +133,10 @@ def mixture_tables(content: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
         "Mixtures worth training next": pd.DataFrame(a["next"], range(1, len(a["next"]) + 1)).reset_index(names=""),
         f"Forms, by hold-outs of {a['hold_out']['by']}": forms.reset_index(names="form"),
     }
-    shown = {title: table for title, table in tables.items() if len(table)}
-    return {
-        title: table.map(lambda v: fixed(v, 4) if isinstance(v, float) else str(v)) for title, table in shown.items()
+    text = {
+        title: table.map(lambda v: fixed(v, 4) if isinstance(v, float) else str(v)) for title, table in tables.items()
     }
+    return {title: table for title, table in text.items() if len(table)}
 
 
 def _held_out(study: MixtureStudy, figure: Figure) -> None:
@@ -148,15 +150,15 @@ def _held_out(study: MixtureStudy, figure: Figure) -> None:
 
 def _domains(study: MixtureStudy, figure: Figure) -> None:
     a, domains, best = study.answer, study.law.domains_, np.array([*study.answer.weights.values()])
-    frame = study.frame.assign(target=sum(w * study.frame[f"loss_{name}"] for name, w in a.target.items()))
-    size = np.ones(len(frame)) * frame.get("N", 1.0) * frame.get("D", 1.0)
+    frame = study.frame.assign(target=sum(w * numeric(study.frame, f"loss_{k}") for k, w in a.target.items()))
+    size = np.prod([np.nan_to_num(numeric(frame, name), nan=1.0) for name in ("N", "D")], axis=0)
     for i, (unit, name) in enumerate(zip(np.eye(len(best)), domains, strict=True), 1):
         loss = f"loss_{name}" if f"loss_{name}" in frame else "target"
         weights, rest = numeric(frame, f"weight_{name}"), (1.0 - unit) * (best + 1e-9)
         x = np.linspace(weights.min(), weights.max(), STEPS)
         curve = study.predict(np.outer(x, unit) + np.outer(1.0 - x, rest / rest.sum()))
         ax = figure.add_subplot(-(-len(best) // COLUMNS), COLUMNS, i)
-        _axes(ax, f"weight of {name}", loss.replace("_", " of "), log_x=False)
+        _axes(ax, f"weight of {name}", loss.replace("_", " of ", 1), log_x=False)
         ax.fill_between(x, curve[f"{loss}_low"], curve[f"{loss}_high"], color=PALETTE[0], alpha=0.15, linewidth=0)
         ax.plot(x, curve[loss], color=PALETTE[0])
         ax.scatter(weights, numeric(frame, loss), s=14, color=shades(size), zorder=3)
@@ -169,13 +171,13 @@ def _ternary(study: MixtureStudy, figure: Figure) -> None:
     ax, names, a = figure.subplots(), study.law.domains_, study.answer
     cells = np.array([(i, j, STEPS - i - j) for i, j in product(range(STEPS + 1), repeat=2) if i + j <= STEPS]) / STEPS
     loss = study.predict(cells)["target"].to_numpy()
-    levels = np.linspace(loss.min(), np.quantile(loss, 0.9), 16)
+    levels = np.linspace(loss.min(), np.quantile(loss, 0.9) + 1e-9, 16)
     filled = ax.tricontourf(*(cells @ CORNERS).T, loss, levels=levels, extend="max", cmap="viridis")
     figure.colorbar(filled, label="predicted loss", format="%.3f", shrink=0.8)
     runs = study.frame[[f"weight_{name}" for name in names]].to_numpy(float) @ CORNERS
     ax.scatter(*runs.T, s=14, color="white", edgecolor=INK, linewidth=0.6, zorder=3)
     for label, mixture, style in (("best", a.weights, STAR), ("base", a.base, STAR | {"marker": "D", "s": 40})):
-        ax.scatter(*np.array([*mixture.values()]) @ CORNERS, color=PALETTE[1], label=label, **style)
+        ax.scatter(*np.array([*mixture.values()]) @ CORNERS, color=PALETTE[1], label=label, clip_on=False, **style)
     for name, (x, y) in zip(names, CORNERS, strict=True):
         ax.text(x, y + (0.03 if y else -0.03), f"all {name}", ha="center", va="bottom" if y else "top")
     ax.set_axis_off()

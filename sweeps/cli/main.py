@@ -182,6 +182,7 @@ def mix_command(
     By default the planned run is the largest, the target and base are the sweep's, and bounds those of the runs.
     """
     from ..results.finish import print_mixture, study_mixtures
+    from ..runs.directory import SweepDirectory
 
     texts = {"target": target, "base": base, "bounds": bounds, "unique": unique}
     options = {name: by_domain(name, text) for name, text in texts.items() if text is not None}
@@ -191,7 +192,8 @@ def mix_command(
     show(study.to_dict(), as_json, print_mixture)
     if output is not None and not as_json:
         print(f"report: {output / 'report.html'}")
-    if (source / "plan.json").exists() and not as_json:
+    is_sweep = (source / "plan.json").exists()
+    if not as_json and is_sweep and SweepDirectory(source).settings()["config"]["grid"]["kind"] == "mixture":
         print(f"to train the next mixtures: isoflop suggest {source} --budget FLOPS --write next.yaml")
 
 
