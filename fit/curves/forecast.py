@@ -88,11 +88,9 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
             continue
         (value,), (slope,) = law._log_losses(law._theta, design)
         slopes, residual = (values[parts.get(name, slice(0))] for values in law._fit[1:3])
-        results = [_backtest(law, finished, parts[finished.run], share) for finished in done]
-        tests = [result for result in results if result is not None]
+        tests = [*filter(None, (_backtest(law, finished, parts[finished.run], share) for finished in done))]
         offsets, ends = np.array([x for x, _ in tests]), np.array([y for _, y in tests])
         keep = float(np.clip(offsets @ ends / max(offsets @ offsets, 1e-30), 0, 1)) if len(tests) >= LEAST else 0.0
-        keep *= share > YOUNG
         value, slope = value + keep * _recent(residual), slope - keep * _recent(slopes)
         if len(tests) < LEAST:
             reason = f"an interval needs {LEAST} usable finished runs, and there are {len(tests)}"
