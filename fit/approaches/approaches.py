@@ -19,7 +19,7 @@ from ..laws.law import LossLaw
 from ..laws.powerlaw import PowerLaw
 from ..laws.registry import law_class
 from ..table import RunTable
-from ..uncertainty import percentile_interval, resampled_together
+from ..uncertainty import percentile_interval, percentile_intervals, resampled_together
 from .envelope import Envelope
 from .isoflop import IsoflopProfiles
 
@@ -113,10 +113,7 @@ class Approach:
                 if columns:
                     columns["ratio"] = columns["D"] / columns["N"]
         unknown = np.full(len(flops), np.nan)
-        bands = {
-            name: np.array([percentile_interval(row) for row in draws[name]]) if name in draws else None
-            for name in QUANTITIES
-        }
+        bands = {name: percentile_intervals(draws[name], 0.95) if name in draws else None for name in QUANTITIES}
         return {name: values.get(name, unknown) for name in QUANTITIES}, bands
 
     def at(self, flops: float) -> Estimate:

