@@ -97,7 +97,7 @@ class MixtureStudy:
 
 
 def _sentences(a: BestMixture) -> list[str]:
-    goal = "mean loss of the domains" if len({*a.target.values()}) == 1 else f"loss of {_shares(a.target)}"
+    goal = "mean loss of the domains" if len({*a.target.values()}) == 1 else f"loss on the target ({_shares(a.target)})"
     at = " and ".join(f"{name} = {count(value)}" for name, value in (("N", a.N), ("D", a.D)) if value)
     doubt = [] if a.trustworthy else [f"These runs do not show a mixture that is better than the base: {a.reason}"]
     return [
