@@ -23,7 +23,7 @@ from .forms import LogForm
 GRADIENT_TOLERANCE = 1e-9  # a gradient is zero below this share of the terms that cancel in it ...
 RESIDUAL_ROUNDING = 1e-13  # ... or where residuals of this size would explain it: so a perfect fit converges too
 OBJECTIVE_ROUNDING = 1e-13  # a change of the objective below this share cannot be measured
-LOG_ROUNDING = 1e-15  # rounding of log predictions
+LOG_ROUNDING = 1e-15  # rounding of log predictions, allowed when a fit that did not converge is refined again
 FAR_GAIN = 1e-6  # `approach` ends when a step would gain less than this share of the objective ...
 STAGE_GAIN = 1e-2  # ... and a stage of `refine` below this one; both chosen by hand
 MOST_TURN = 0.75  # the largest correction of a step, in units of the step
@@ -189,10 +189,11 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
     return theta, objective
 
 
-def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int) -> Minimum:
+def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unmeasured: float = 0.0) -> Minimum:
     """Minimise each problem by Newton's method under deltas[s], deltas[s + 1], …, where s is its `stage` (P,).
 
-    `batch` has the delta of each problem's first stage.
+    `batch` has the delta of each problem's first stage. A step is also accepted if errors of the size `unmeasured` in
+    the log predictions could explain the change of the objective.
     """
     theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     lower, upper = batch.lower, batch.upper
@@ -229,7 +230,7 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int) -> M
         trial = batch.at(batch.theta + length[:, None] * step)
         gained = batch.objective - trial.objective
         # Within the rounding of the objective a gain cannot be measured, and the step is safe.
-        unmeasurable = OBJECTIVE_ROUNDING * batch.objective + LOG_ROUNDING * np.abs(batch.slope).sum(axis=1)
+        unmeasurable = OBJECTIVE_ROUNDING * batch.objective + unmeasured * np.abs(batch.slope).sum(axis=1)
         accepted = (gained > 1e-4 * length * gain) | (np.abs(gained) <= unmeasurable)
         if (rejected := ~accepted).any():
             origin, origin_length = batch.take(rejected), length[rejected, None]

@@ -19,13 +19,13 @@ import numpy as np
 
 from ..errors import Array
 from .forms import LogForm
-from .newton import Batch, Minimum, approach, refine
+from .newton import LOG_ROUNDING, Batch, Minimum, approach, refine
 
 STAGES = (100.0, 10.0, 3.0, 1.0)  # multiples of delta, each the start of the next ...
 COARSE = 0.03  # ... after as many factors of ten as it takes to start near this delta; both chosen by hand
 LEAST_SQUARES = 2.0**30  # replaces an infinite delta: no residual in log loss is larger
 ITERATIONS = 200
-CHUNK = 16_000  # numbers per working array: those of an iteration stay in cache, and BLAS uses one thread for them
+CHUNK = 16_000  # numbers per working array: all arrays of a step stay in cache, and BLAS uses one thread for them
 MET_THETA, MET_OBJECTIVE = 1e-3, 1e-6  # relative; starts that agree on both under the large delta have met
 AGREE = 1e-7  # relative difference of two objectives that are the same optimum
 
@@ -147,7 +147,14 @@ def _solve(
             followers = np.concatenate([followers, np.ones(P, dtype=int)])
             stage = np.concatenate([stage, np.full(P, len(deltas) - 1)])
         minimum = refine(batch(problem, stage, theta), stage, deltas, ITERATIONS)
-    return best_of(Solution(**vars(minimum), tried=followers, agreeing=followers), problem)
+        if (unfinished := ~minimum.converged & np.isfinite(minimum.objective)).any():
+            stage = np.full(unfinished.sum(), len(deltas) - 1)
+            retry = batch(problem[unfinished], stage, minimum.theta[unfinished])
+            retried = refine(retry, stage, deltas, ITERATIONS, LOG_ROUNDING)
+            for values, retried_values in zip(vars(minimum).values(), vars(retried).values(), strict=True):
+                values[unfinished] = retried_values
+    solutions = Solution(minimum.theta, minimum.objective, minimum.converged, minimum.at_bound, followers, followers)
+    return best_of(solutions, problem)
 
 
 def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
