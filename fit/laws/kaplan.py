@@ -7,7 +7,6 @@ Kaplan et al. 2020 (arXiv:2001.08361), equation 1.5.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,6 @@ class _Lines(LogSumExp):
     def bends(self, cache: list[Array]) -> dict[tuple[int, int], Array]:
         share, slope, s = cache[-3:]
         turn, curvature = {0: s, 1: -self.x, 3: slope}, share * (1.0 - share) / s
-        pairs = itertools.combinations_with_replacement(turn, 2)
-        bends = {(i, j): curvature * turn[i] * turn[j] for i, j in pairs}
+        bends = {(i, j): curvature * turn[i] * turn[j] for i in turn for j in turn if i <= j}
         bends[0, 3] += share
         return bends

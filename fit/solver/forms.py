@@ -12,8 +12,6 @@ import numpy as np
 from ..errors import Array, floats
 from .jets import Jet
 
-SAFE_EXPONENT = 600.0  # sums of a few exponentials up to this size neither overflow nor vanish
-
 
 class LogForm:
     """A function from k parameters to log losses at n points.
@@ -118,10 +116,7 @@ class LogSumExp(LogForm):
         return _sums(np.abs(slope), first, tables), _sums(spread, first, tables)
 
     def along(self, cache: list[Array], step: Array) -> Array:
-        total = np.zeros_like(cache[0])
-        for change, derivative in zip(self._change(step), cache, strict=False):
-            total += change * derivative
-        return total
+        return np.asarray(sum(change * d for change, d in zip(self._change(step), cache, strict=False)))
 
     def bend(self, cache: list[Array], step: Array) -> Array:
         change, total = self._change(step), np.zeros_like(cache[0])
@@ -149,21 +144,16 @@ class PowerSum(LogSumExp):
     def bends(self, cache: list[Array]) -> dict[tuple[int, int], Array]:
         share, entropy, gap, curvature = cache[-4:]
         size, turn = (share, 1.0 - share, entropy), (1.0, -1.0, -gap)
-        pairs = itertools.combinations_with_replacement(range(3), 2)
-        bends = {(s, t): cache[s] * size[t] + curvature * turn[s] * turn[t] for s, t in pairs}
+        bends = {(s, t): cache[s] * size[t] + curvature * turn[s] * turn[t] for s in range(3) for t in range(s, 3)}
         return bends | {(t, t): cache[t] for t in range(3, len(self.index))}
 
 
-def log_sum(terms: list[Array]) -> tuple[Array, list[Array]]:
-    """Return the log of the sum of exp(terms), and each term's share in it; overwrites terms, (P, n) or (P, 1) each."""
-    top: Any = 0.0
-    if not np.max([np.abs(z).max() for z in terms]) < SAFE_EXPONENT:
-        top = functools.reduce(np.maximum, terms)
-        terms = [z - top for z in terms]
-    shares = [np.exp(z, out=z) for z in terms]
+def log_sum(terms: Sequence[Array]) -> tuple[Array, list[Array]]:
+    """Return the log of the sum of exp(terms), and each term's share in it; terms broadcast together."""
+    top = functools.reduce(np.maximum, terms)
+    shares = [np.exp(z - top) for z in terms]
     total = functools.reduce(np.add, shares)
-    log = np.log(total) + top
-    return log, [share / total for share in shares]
+    return top + np.log(total), [share / total for share in shares]
 
 
 def mix(gap: Array) -> tuple[Array, Array, Array]:
@@ -201,7 +191,7 @@ class LogSumTerms(LogForm):
         for term, share in zip(terms, shares, strict=True):
             for i, derivative in term.first.items():
                 first[:, :, i] += share * derivative
-        return value, [first, theta]
+        return np.array(np.broadcast_to(value, first.shape[:2])), [first, theta]
 
     def second(self, cache: list[Array], slope: Array) -> Array:
         """Return sum_i slope_i d2f_i, (P, k, k).
@@ -239,8 +229,5 @@ class LogSumTerms(LogForm):
         """Return the logs of the terms as jets, each term's share of the sum of terms, and the log of that sum."""
         exponents = self.terms({**coordinates, **self.fixed})
         terms = [term if isinstance(term, Jet) else Jet(term, {}, {}) for term in exponents]
-        whole = np.zeros((len(next(iter(coordinates.values())).value), self.points))
-        if len(terms) == 1:
-            return terms, [np.ones(1)], terms[0].value + whole
-        value, shares = log_sum([term.value + whole for term in terms])
+        value, shares = log_sum([term.value for term in terms])
         return terms, shares, value
