@@ -109,7 +109,7 @@ class KaplanLaw(LossLaw):
 class _Lines(LogSumExp):
     """f = D_c - s y + s log(1 + e^g), g = N_c - alpha_N x / s + y, s = alpha_D; each coordinate is a term."""
 
-    outer = False
+    with_square = False
 
     def __init__(self, x: Array, y: Array) -> None:
         super().__init__(4, [((i,), np.ones((len(x), 1))) for i in range(4)])

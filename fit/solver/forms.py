@@ -65,7 +65,7 @@ class LogSumExp(LogForm):
     of f by each z_t, (P, n). Subclasses are other functions of the z_t.
     """
 
-    outer = True  # whether `bends` holds d2f + df df^T, or d2f
+    with_square = True  # whether `bends` holds d2f + df df^T, or d2f
 
     def __init__(self, parameters: int, terms: Sequence[tuple[Any, ...]]) -> None:
         self.parameters, self.points = parameters, len(terms[0][1])
@@ -101,7 +101,7 @@ class LogSumExp(LogForm):
         return _sums(slope, cache, self._first)
 
     def derivatives(self, cache: list[Array], slope: Array, curvature: Array, second: bool) -> tuple[Array, Array]:
-        outer = curvature - slope if second and self.outer else curvature
+        outer = curvature - slope if second and self.with_square else curvature
         bends, weighted = self.bends(cache) if second else {}, [outer * d for d in cache[: len(self.index)]]
         hessian = np.zeros((len(slope), self.parameters**2))
         for s, t, entries, table in self._second:
@@ -122,7 +122,7 @@ class LogSumExp(LogForm):
         change, total = self._change(step), np.zeros_like(cache[0])
         for (s, t), bend in self.bends(cache).items():
             total += (1.0 + (s != t)) * change[s] * change[t] * bend
-        return total - self.along(cache, step) ** 2 if self.outer else total
+        return total - self.along(cache, step) ** 2 if self.with_square else total
 
 
 class PowerSum(LogSumExp):

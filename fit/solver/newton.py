@@ -230,7 +230,9 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
         trial = batch.at(batch.theta + length[:, None] * step)
         gained = batch.objective - trial.objective
         # Within the rounding of the objective a gain cannot be measured, and the step is safe.
-        unmeasurable = OBJECTIVE_ROUNDING * batch.objective + unmeasured * np.abs(batch.slope).sum(axis=1)
+        unmeasurable = OBJECTIVE_ROUNDING * batch.objective
+        if unmeasured:
+            unmeasurable += unmeasured * np.abs(batch.slope).sum(axis=1)
         accepted = (gained > 1e-4 * length * gain) | (np.abs(gained) <= unmeasurable)
         if (rejected := ~accepted).any():
             origin, origin_length = batch.take(rejected), length[rejected, None]
