@@ -22,7 +22,6 @@ from scipy.special import ndtri
 
 from ..errors import Array, Columns, Constants, InputError, floats, positive, same_length
 from ..files import read_constants
-from ..solver.solver import solve
 from ..uncertainty import by_group
 
 BASINS = 6  # largest number of basins of a law
@@ -69,7 +68,7 @@ def basins(laws: Sequence[Any], shares: Sequence[float] | None = None) -> list[B
         p, weights = law.problem_, law.weight_ * law._precision
         starts = np.concatenate([law.theta_[None, None], p.starts(weights[None, :], None).swapaxes(0, 1)])
         repeated = np.broadcast_to(weights, (len(starts), p.form.points))  # each start is solved as a separate problem
-        theta = solve(p.form, p.target, repeated, starts, p.lower, p.upper, law._delta).theta
+        theta = law._solve(repeated, starts).theta
         square = np.average((p.form.value(theta)[0] - p.target) ** 2, axis=1, weights=law.weight_) + LEAST_NOISE**2
         square[~np.isfinite(square)] = np.inf
         order = np.argsort(square)

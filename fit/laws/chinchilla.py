@@ -5,6 +5,7 @@ Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -103,18 +104,10 @@ class ChinchillaLaw(OffsetLaw):
 def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed: float | None) -> Problem:
     """Build the `Problem` of E + A / N^alpha + B / D^beta; alpha = beta if `tied`, E = `fixed` unless this is None."""
     (x, x0), (y, y0) = (centred(column) for column in inputs)
-    ones, target = np.ones_like(x), np.log(observed)
+    target = np.log(observed)
     names = ["A", "alpha", "B"] + ([] if tied else ["beta"]) + (["E"] if fixed is None else [])
     at = {name: i for i, name in enumerate(names)}
     at.setdefault("beta", at["alpha"])
-    terms: list[tuple[Any, ...]] = [
-        ((at["A"], at["alpha"]), np.stack([ones, -x], 1)),
-        ((at["B"], at["beta"]), np.stack([ones, -y], 1)),
-    ]
-    if fixed is None:
-        terms.append(((at["E"],), ones[:, None]))
-    elif fixed > 0:
-        terms.append(((), np.zeros((len(x), 0)), np.full(len(x), np.log(fixed))))
     low, high = float(target.min()) - VANISHED, float(target.max()) + 2.0
 
     def constants(theta: Array) -> Columns:
@@ -138,4 +131,14 @@ def two_power_laws(inputs: tuple[Array, ...], observed: Array, tied: bool, fixed
         return projected_starts(at, coordinates, basis, weights, keep, 1.0 - (fixed or 0.0) / observed, 1.0, floor)
 
     bounds = {name: (low, high) if name in "ABE" else EXPONENT_BOUNDS for name in names}
-    return Problem(LogSumExp(len(names), terms), target, bounds, np.log(np.stack(inputs)), starts, constants)
+    form = LogSumExp(len(names), power_terms(at, x, y, fixed))
+    return Problem(form, target, bounds, np.log(np.stack(inputs)), starts, constants)
+
+
+def power_terms(at: Mapping[str, int], x: Array, y: Array, fixed: float | None) -> list[tuple[Any, ...]]:
+    """Return the terms A - alpha x, B - beta y and, unless it is fixed at zero, E of a `LogSumExp`; x and y (n,)."""
+    ones = np.ones_like(x)
+    lines = [((at[a], at[slope]), np.stack([ones, -v], 1)) for a, slope, v in (("A", "alpha", x), ("B", "beta", y))]
+    if fixed is None:
+        return [*lines, ((at["E"],), ones[:, None])]
+    return [*lines, ((), np.zeros((len(x), 0)), np.full(len(x), np.log(fixed)))] if fixed > 0 else lines

@@ -5,7 +5,6 @@ At gamma = 1 it is Chinchilla's law; with E = 0 and beta = 1 it is Kaplan's. The
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from numpy.typing import ArrayLike
 
 from ..allocation.allocation import EqualLoss, optimum
 from ..errors import Array, Columns, Constants
-from ..solver.forms import LogSumTerms
-from .chinchilla import EXPONENT_BOUNDS, VANISHED, ChinchillaLaw
+from ..solver.forms import PowerSum
+from .chinchilla import EXPONENT_BOUNDS, VANISHED, ChinchillaLaw, power_terms
 from .law import Problem, amplitude, centred, projected_starts
 
 EXPONENT_GRID = np.geomspace(0.03, 1.0, 6)  # of alpha gamma and of beta gamma
@@ -64,11 +63,6 @@ class GammaLaw(ChinchillaLaw):
         at.setdefault("beta", at["alpha"])
         low, high = float(target.min()) - VANISHED, float(target.max()) + 2.0
 
-        def terms(v: Mapping[str, Any]) -> list[Any]:
-            size, data, s = v["A"] - v["alpha"] * x, v["B"] - v["beta"] * y, v["gamma"]
-            shortage = data + s * np.logaddexp(0.0, (size - data) / s)
-            return [shortage] if fixed == 0 else [shortage, v["E"]]
-
         def constants(theta: Array) -> Columns:
             gamma = theta[:, at["gamma"]].copy()
             alpha, beta = theta[:, at["alpha"]] / gamma, theta[:, at["beta"]] / gamma
@@ -101,5 +95,6 @@ class GammaLaw(ChinchillaLaw):
 
         bounds = dict.fromkeys("ABE", (low, high)) | {"gamma": GAMMA_BOUNDS}
         bounds = {name: bounds.get(name, EXPONENT_BOUNDS) for name in names}
-        form = LogSumTerms(terms, at, len(x), {"E": np.log(fixed)} if fixed else {})
-        return Problem(form, target, bounds, np.log(np.stack(inputs)), starts, constants)
+        terms = power_terms(at, x, y, fixed)
+        terms.insert(2, ((at["gamma"],), np.ones((len(x), 1))))
+        return Problem(PowerSum(len(names), terms), target, bounds, np.log(np.stack(inputs)), starts, constants)

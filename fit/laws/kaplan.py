@@ -7,14 +7,13 @@ Kaplan et al. 2020 (arXiv:2001.08361), equation 1.5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Array, Columns, Constants, floats
-from ..solver.forms import LogSumTerms
+from ..solver.forms import LogSumExp, mix
 from .law import LossLaw, Problem, centred, projected_starts
 
 EXPONENT_GRID = np.geomspace(0.03, 0.8, 8)
@@ -82,12 +81,6 @@ class KaplanLaw(LossLaw):
         bounds |= {"D_c": (low, high), "alpha_D": EXPONENT_BOUNDS}
         at = {name: i for i, name in enumerate(bounds)}
 
-        def terms(v: Mapping[str, Any]) -> list[Any]:
-            # The log loss is s log(exp(size / s) + exp(data / s)) of the two lines, with s = alpha_D.
-            s = v["alpha_D"]
-            above = v["N_c"] - v["alpha_N"] / s * x + y  # (size - data) / s
-            return [v["D_c"] - s * y + s * np.logaddexp(0.0, above)]
-
         def constants(theta: Array) -> Columns:
             above, alpha_N, data, alpha_D = theta.T
             log_N_c, log_D_c = x0 + (data + alpha_D * above) / alpha_N, y0 + data / alpha_D
@@ -110,4 +103,29 @@ class KaplanLaw(LossLaw):
             scale = alpha_D**2
             return projected_starts(at, coordinates, np.stack(lines, 2), weights, keep or STARTS, None, scale, 0.1)
 
-        return Problem(LogSumTerms(terms, at, len(x)), target, bounds, np.log(np.stack(inputs)), starts, constants)
+        return Problem(_Lines(x, y), target, bounds, np.log(np.stack(inputs)), starts, constants)
+
+
+class _Lines(LogSumExp):
+    """f = D_c - s y + s log(1 + e^g), g = N_c - alpha_N x / s + y, s = alpha_D; each coordinate is a term."""
+
+    with_square = False
+
+    def __init__(self, x: Array, y: Array) -> None:
+        super().__init__(4, [((i,), np.ones((len(x), 1))) for i in range(4)])
+        self.x, self.y = x, y
+
+    def value(self, theta: Array) -> tuple[Array, list[Array]]:
+        N_c, alpha_N, D_c, s = theta.T[:, :, None]
+        slope = alpha_N / s * self.x
+        share, _, log = mix(N_c - slope + self.y)
+        log -= self.y
+        first = [s * share, -self.x * share, np.ones_like(share), log + share * slope]
+        return D_c + s * log, [*first, share, slope, s]
+
+    def bends(self, cache: list[Array]) -> dict[tuple[int, int], Array]:
+        share, slope, s = cache[-3:]
+        turn, curvature = {0: s, 1: -self.x, 3: slope}, share * (1.0 - share) / s
+        bends = {(i, j): curvature * turn[i] * turn[j] for i in turn for j in turn if i <= j}
+        bends[0, 3] += share
+        return bends

@@ -72,7 +72,7 @@ OBJECTIVES = ("huber", "l1", "squares", "se")
 L1_DELTA = 1e-6
 PINV = 1e-3  # smaller singular values, relative to the largest, are ignored in a linear step; chosen by hand
 LARGE = 2000  # from this many rows, resamples move the optimum so little that their refits start only there
-RESAMPLES_AT_ONCE = 200  # starts of this many resamples are projected at once, to bound memory
+RESAMPLES_AT_ONCE = 50  # starts of this many resamples are projected at once, to bound memory
 
 
 @dataclass
@@ -328,9 +328,7 @@ class Law(Estimator):
             return smooth
         starts = starts.swapaxes(0, 1)  # each start as a separate problem
         weights = np.broadcast_to(weights, (len(starts), problem.form.points))
-        direct = solve(
-            problem.form, problem.target, weights, starts, problem.lower, problem.upper, self._delta, staged=False
-        )
+        direct = self._solve(weights, starts, staged=False)
         combined = best_of(joined([smooth, direct]), np.zeros(1 + len(starts), dtype=int))
         deeper = combined.objective[0] < smooth.objective[0] * (1.0 - AGREE)
         return combined if deeper or self.direct == "always" or not smooth.converged[0] else smooth
@@ -354,10 +352,10 @@ class Law(Estimator):
     def _delta(self) -> float:
         return {"huber": self.delta, "l1": L1_DELTA}.get(self.objective, np.inf)
 
-    def _solve(self, weights: Array, starts: Array, target: Array | None = None, warm: Array | None = None) -> Solution:
+    def _solve(self, weights: Array, starts: Array, target: Array | None = None, **options: Any) -> Solution:
         p = self.problem_
         target = p.target if target is None else target
-        return solve(p.form, target, weights, starts, p.lower, p.upper, self._delta, warm)
+        return solve(p.form, target, weights, starts, p.lower, p.upper, self._delta, **options)
 
     def _accept(self, solution: Solution) -> None:
         self.theta_ = solution.theta[0]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import Array, floats
 from .jets import Jet
-
-SAFE_EXPONENT = 600.0  # sums of a few exponentials up to this size neither overflow nor vanish
 
 
 class LogForm:
@@ -59,102 +58,114 @@ class LogForm:
 
 
 class LogSumExp(LogForm):
-    """f = log sum_t exp(Z_t theta[index_t] + offset_t): any sum of power laws, with free, shared or fixed parameters.
+    """f = log sum_t exp z_t, z_t = Z_t theta[index_t] + offset_t: power laws, with free, shared or fixed parameters.
 
     `terms` are (index, Z) or (index, Z, offset): numbers of the term's parameters, (n, len(index)), (n,). With p_t the
-    share of term t, df = sum_t p_t Z_t and d2f = sum_t p_t Z_t Z_t^T - df df^T. The cache is p, one (P, n) per term.
+    share of term t, df = sum_t p_t dz_t and d2f = sum_t p_t dz_t dz_t^T - df df^T. The cache begins with the derivative
+    of f by each z_t, (P, n). Subclasses are other functions of the z_t.
     """
 
+    with_square = True  # whether `bends` holds d2f + df df^T, or d2f
+
     def __init__(self, parameters: int, terms: Sequence[tuple[Any, ...]]) -> None:
-        self.parameters = parameters
-        self.points = n = len(terms[0][1])
+        self.parameters, self.points = parameters, len(terms[0][1])
         self.index = [np.asarray(term[0], dtype=int) for term in terms]
         self.tables = [floats(term[1]) for term in terms]
-        offsets = [floats(term[2]) if len(term) == 3 else np.zeros(n) for term in terms]
-        # Terms that are equal at every point, such as E, are one number per problem until they are added up.
-        width = [
-            1 if (np.ptp(Z, axis=0) == 0).all() and np.ptp(o) == 0 else n
-            for Z, o in zip(self.tables, offsets, strict=True)
-        ]
-        self._rows = [np.ascontiguousarray(Z[:w].T) for Z, w in zip(self.tables, width, strict=True)]
-        self._offsets = [o[:w] if o.any() else None for o, w in zip(offsets, width, strict=True)]
-        self._largest = [(np.abs(Z).max(axis=0), np.abs(o).max()) for Z, o in zip(self.tables, offsets, strict=True)]
-        placed = [Z @ np.eye(parameters)[index] for Z, index in zip(self.tables, self.index, strict=True)]
-        self._first, self._absolute = placed, [np.abs(Z) for Z in placed]
-        pairs = itertools.combinations_with_replacement(placed, 2)
-        self._second = [_products(Z, Y) + (Y is not Z) * _products(Y, Z) for Z, Y in pairs]
+        self._offsets = [floats(term[2]) if len(term) == 3 else None for term in terms]
+        # Later terms that change equally at every point, such as E, are one number per problem until they are added up.
+        rows = [Z[:1] if t and (Z[0] == Z).all() else Z for t, Z in enumerate(self.tables)]
+        self._rows = [np.ascontiguousarray(Z.T) for Z in rows]
+        self._first = [Z @ np.eye(parameters)[index] for Z, index in zip(self.tables, self.index, strict=True)]
+        self._second = []
+        for (s, Z), (t, Y) in itertools.combinations_with_replacement(enumerate(self._first), 2):
+            products = Z[:, :, None] * Y[:, None, :]
+            table = (products + (s != t) * products.swapaxes(1, 2)).reshape(self.points, -1)
+            entries = np.flatnonzero(table.any(axis=0))  # of the Hessian, to which the pair contributes
+            self._second.append((s, t, entries, np.ascontiguousarray(table[:, entries])))
 
     def _change(self, step: Array) -> list[Array]:
-        """Return the change of u by `step` for each term exp(u): (P, n), or (P, 1) if it is equal at all points."""
+        """Return the change of each z by `step`: (P, n), or (P, 1) if it is equal at all points."""
         return [step[:, index] @ rows for index, rows in zip(self.index, self._rows, strict=True)]
 
+    def _terms(self, theta: Array) -> list[Array]:
+        return [z if o is None else z + o for z, o in zip(self._change(theta), self._offsets, strict=True)]
+
     def value(self, theta: Array) -> tuple[Array, list[Array]]:
-        exponents, safe = self._change(theta), True
-        for u, index, offset, largest in zip(exponents, self.index, self._offsets, self._largest, strict=True):
-            if offset is not None:
-                u += offset
-            safe &= bool((np.abs(theta[:, index]) @ largest[0] + largest[1]).max() < SAFE_EXPONENT)
-        if not safe:
-            top = np.max(np.broadcast_arrays(*exponents), axis=0)
-            exponents = [u - top for u in exponents]
-        total = np.zeros((len(theta), self.points))
-        for u in exponents:
-            total += np.exp(u, out=u)
-        shares = [np.divide(u, total, out=u if u.shape == total.shape else None) for u in exponents]
-        np.log(total, out=total)
-        return (total if safe else total + top), shares
+        return log_sum(self._terms(theta))
+
+    def bends(self, cache: list[Array]) -> dict[tuple[int, int], Array]:
+        """Return second derivatives by pairs of z_s and z_t, s <= t; missing ones are zero."""
+        return {(t, t): share for t, share in enumerate(cache)}
 
     def gradient(self, cache: list[Array], slope: Array) -> Array:
-        return _sums((slope * share for share in cache), self._first)
+        return _sums(slope, cache, self._first)
 
     def derivatives(self, cache: list[Array], slope: Array, curvature: Array, second: bool) -> tuple[Array, Array]:
-        hessian = _sums(_pair_coefficients(cache, slope, curvature, second), self._second)
+        outer = curvature - slope if second and self.with_square else curvature
+        bends, weighted = self.bends(cache) if second else {}, [outer * d for d in cache[: len(self.index)]]
+        hessian = np.zeros((len(slope), self.parameters**2))
+        for s, t, entries, table in self._second:
+            coefficient = weighted[s] * cache[t]
+            if (s, t) in bends:
+                coefficient += slope * bends[s, t]
+            hessian[:, entries] += coefficient @ table
         return self.gradient(cache, slope), hessian.reshape(-1, self.parameters, self.parameters)
 
     def sizes(self, cache: list[Array], slope: Array, spread: Array) -> tuple[Array, Array]:
-        size = np.abs(slope)
-        absolute = _sums((size * share for share in cache), self._absolute)
-        return absolute, _sums((spread * share for share in cache), self._absolute)
+        first, tables = ([np.abs(v) for v in values] for values in (cache[: len(self.index)], self._first))
+        return _sums(np.abs(slope), first, tables), _sums(spread, first, tables)
 
     def along(self, cache: list[Array], step: Array) -> Array:
-        total = np.zeros_like(cache[0])
-        for change, share in zip(self._change(step), cache, strict=True):
-            total += change * share
-        return total
+        return np.asarray(sum(change * d for change, d in zip(self._change(step), cache, strict=False)))
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        mean, square = np.zeros_like(cache[0]), np.zeros_like(cache[0])
-        for change, share in zip(self._change(step), cache, strict=True):
-            part = change * share
-            mean += part
-            part *= change
-            square += part
-        mean *= mean
-        square -= mean
-        return square
+        change, total = self._change(step), np.zeros_like(cache[0])
+        for (s, t), bend in self.bends(cache).items():
+            total += (1.0 + (s != t)) * change[s] * change[t] * bend
+        return total - self.along(cache, step) ** 2 if self.with_square else total
 
 
-def _pair_coefficients(cache: list[Array], slope: Array, curvature: Array, second: bool) -> Iterator[Array]:
-    """Yield the coefficients (P, n) of Z_s Z_t^T in the Hessian for each pair s <= t of terms; Z_t is term t's table.
+class PowerSum(LogSumExp):
+    """f = log(exp u + sum_t>2 exp z_t) with u = s log(exp(z_0 / s) + exp(z_1 / s)) and s = z_2.
 
-    The next pair overwrites the array.
+    With g = (z_0 - z_1) / s, q_0 = 1 / (1 + e^-g), q_1 = 1 - q_0 and H the entropy of both, du = q_0 dz_0 + q_1 dz_1
+    + H ds and d2u = q_0 q_1 / s r r^T, r = dz_0 - dz_1 - g ds.
     """
-    outer = curvature - slope if second else curvature
-    cross, buffer = np.empty_like(outer), np.empty_like(outer)
-    for s, share in enumerate(cache):
-        np.multiply(outer, share, out=cross)
-        diagonal = np.add(cross, slope, out=buffer) if second else cross
-        yield np.multiply(diagonal, share, out=buffer)
-        for other in cache[s + 1 :]:
-            yield np.multiply(cross, other, out=buffer)
+
+    def value(self, theta: Array) -> tuple[Array, list[Array]]:
+        first, second, s, *others = self._terms(theta)
+        gap = (first - second) / s
+        share, entropy, log = mix(gap)
+        value, (joint, *shares) = log_sum([second + s * log, *others])
+        part = joint * share
+        curvature = part * (1.0 - share) / s
+        return value, [part, joint - part, joint * entropy, *shares, share, entropy, gap, curvature]
+
+    def bends(self, cache: list[Array]) -> dict[tuple[int, int], Array]:
+        share, entropy, gap, curvature = cache[-4:]
+        size, turn = (share, 1.0 - share, entropy), (1.0, -1.0, -gap)
+        bends = {(s, t): cache[s] * size[t] + curvature * turn[s] * turn[t] for s in range(3) for t in range(s, 3)}
+        return bends | {(t, t): cache[t] for t in range(3, len(self.index))}
 
 
-def _products(Z: Array, Y: Array) -> Array:
-    return (Z[:, :, None] * Y[:, None, :]).reshape(len(Z), -1)
+def log_sum(terms: Sequence[Array]) -> tuple[Array, list[Array]]:
+    """Return the log of the sum of exp(terms), and each term's share in it; terms broadcast together."""
+    top = functools.reduce(np.maximum, terms)
+    shares = [np.exp(z - top) for z in terms]
+    total = functools.reduce(np.add, shares)
+    return top + np.log(total), [share / total for share in shares]
 
 
-def _sums(coefficients: Iterable[Array], tables: Sequence[Array]) -> Array:
-    return np.asarray(sum(coefficient @ table for coefficient, table in zip(coefficients, tables, strict=True)))
+def mix(gap: Array) -> tuple[Array, Array, Array]:
+    """Return q = e^g / (1 + e^g), the entropy of q and 1 - q, and log(1 + e^g), for g = `gap`."""
+    distance = np.abs(gap)
+    odds = np.exp(-distance)
+    log, less = np.log(1.0 + odds), odds / (1.0 + odds)
+    return np.where(gap > 0, 1.0 - less, less), log + distance * less, log + np.maximum(gap, 0.0)
+
+
+def _sums(weight: Array, derivatives: Sequence[Array], tables: Sequence[Array]) -> Array:
+    return np.asarray(sum((weight * d) @ table for table, d in zip(tables, derivatives, strict=False)))
 
 
 # Maps coordinates by name, each (P, 1), to the logs of the terms, which broadcast to (P, n).
@@ -207,11 +218,8 @@ class LogSumTerms(LogForm):
     def bend(self, cache: list[Array], step: Array) -> Array:
         theta = cache[1]
         along = {n: Jet(theta[:, i : i + 1], {0: step[:, i : i + 1]}, {}) for n, i in self.at.items()}
-        terms, shares, _ = self._evaluate(along)
-        if len(terms) == 1:
-            return np.broadcast_to(terms[0].second.get((0, 0), 0.0), (len(theta), self.points))
         mean, square = np.zeros((len(theta), self.points)), np.zeros((len(theta), self.points))
-        for term, share in zip(terms, shares, strict=True):
+        for term, share in zip(*self._evaluate(along)[:2], strict=True):
             moved = term.first.get(0, 0.0)
             mean += share * moved
             square += share * (moved**2 + term.second.get((0, 0), 0.0))
@@ -220,12 +228,6 @@ class LogSumTerms(LogForm):
     def _evaluate(self, coordinates: Mapping[str, Jet]) -> tuple[list[Jet], list[Array], Array]:
         """Return the logs of the terms as jets, each term's share of the sum of terms, and the log of that sum."""
         exponents = self.terms({**coordinates, **self.fixed})
-        terms = [term if isinstance(term, Jet) else Jet(np.asarray(term), {}, {}) for term in exponents]
-        if len(terms) == 1:
-            return terms, [np.ones(1)], terms[0].value
-        top = terms[0].value
-        for term in terms[1:]:
-            top = np.maximum(top, term.value)
-        shares = [np.exp(term.value - top) for term in terms]
-        total = np.sum(np.broadcast_arrays(*shares), axis=0)
-        return terms, [share / total for share in shares], top + np.log(total)
+        terms = [term if isinstance(term, Jet) else Jet(term, {}, {}) for term in exponents]
+        value, shares = log_sum([term.value for term in terms])
+        return terms, shares, value

@@ -205,8 +205,7 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
     for _ in range(iterations):
         inside = batch.inside
         gradient, hessian = batch.form.derivatives(batch.cache, batch.slope, inside, second=True)
-        system = _System(hessian, scale, batch.held(gradient), damping)
-        system.make_definite()
+        system = _System(hessian, scale, batch.held(gradient), damping, definite=True)
         step = system.solve(-gradient)
         gain = -0.5 * _dot(gradient, step)
 
@@ -214,7 +213,7 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
         if settled.any():
             settled[settled] = batch.take(settled).flat(gradient[settled])
             # A minimum and not a saddle: the free part of the Hessian has no negative curvature.
-            settled[settled] = np.linalg.eigvalsh(system.matrix[settled])[:, 0] > -1e-9
+            settled &= system.smallest > -1e-9
             converged[rows[settled]] = True
         damping = system.damping
         keep = ~settled & (damping < MOST_DAMPING)
@@ -231,7 +230,9 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int, unme
         trial = batch.at(batch.theta + length[:, None] * step)
         gained = batch.objective - trial.objective
         # Within the rounding of the objective a gain cannot be measured, and the step is safe.
-        unmeasurable = OBJECTIVE_ROUNDING * batch.objective + unmeasured * np.abs(batch.slope).sum(axis=1)
+        unmeasurable = OBJECTIVE_ROUNDING * batch.objective
+        if unmeasured:
+            unmeasurable += unmeasured * np.abs(batch.slope).sum(axis=1)
         accepted = (gained > 1e-4 * length * gain) | (np.abs(gained) <= unmeasurable)
         if (rejected := ~accepted).any():
             origin, origin_length = batch.take(rejected), length[rejected, None]
@@ -287,34 +288,24 @@ def _search(batch: Batch, inside: Array, change: Array, curvature: Array) -> Arr
 class _System:
     """Linear systems (H + damping * scale) x = b of P problems, without `held` parameters, in units where scale is one.
 
-    Where the Hessian is not finite, steps are zero and the damping is MOST_DAMPING.
+    Where the Hessian is not finite, steps are zero and the damping is MOST_DAMPING. `definite` raises the damping where
+    the system is not positive definite; `smallest` is then the least eigenvalue of each undamped system.
     """
 
-    def __init__(self, hessian: Array, scale: Array, held: np.ndarray, damping: Array) -> None:
+    def __init__(self, hessian: Array, scale: Array, held: np.ndarray, damping: Array, definite: bool = False) -> None:
         self._unit = ~held / np.sqrt(scale)
-        self.matrix = hessian * (self._unit[:, :, None] * self._unit[:, None, :])
-        np.einsum("pii->pi", self.matrix)[...] += held
-        lost = ~np.isfinite(self.matrix.sum(axis=(1, 2)))
+        matrix = hessian * (self._unit[:, :, None] * self._unit[:, None, :])
+        np.einsum("pii->pi", matrix)[...] += held
+        lost = ~np.isfinite(matrix.sum(axis=(1, 2)))
         if lost.any():
-            self.matrix[lost], self._unit[lost] = np.eye(held.shape[1]), 0.0
+            matrix[lost], self._unit[lost] = np.eye(held.shape[1]), 0.0
         self.damping = np.where(lost, MOST_DAMPING, damping)
-        self._damped = self._with_damping()
-
-    def _with_damping(self) -> Array:
-        damped = self.matrix.copy()
-        np.einsum("pii->pi", damped)[...] += self.damping[:, None]
-        return damped
-
-    def make_definite(self) -> None:
-        try:
-            np.linalg.cholesky(self._damped)
-        except np.linalg.LinAlgError:
-            smallest = np.linalg.eigvalsh(self.matrix)[:, 0]
-            indefinite = smallest + self.damping <= 1e-14
-            self.damping = np.where(
-                indefinite, np.maximum(10.0 * self.damping, INDEFINITE - 1.5 * smallest), self.damping
-            )
-            self._damped = self._with_damping()
+        if definite:
+            self.smallest = np.linalg.eigvalsh(matrix)[:, 0]
+            raised = np.maximum(10.0 * self.damping, INDEFINITE - 1.5 * self.smallest)
+            self.damping = np.where(self.smallest + self.damping <= 1e-14, raised, self.damping)
+        np.einsum("pii->pi", matrix)[...] += self.damping[:, None]
+        self._damped = matrix
 
     def solve(self, right: Array, rows: Any = ...) -> Array:
         """Return x of all P systems, or only `rows`, for right-hand sides `right` (rows, k); zero if held."""

@@ -204,18 +204,12 @@ def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Ar
     products = [basis[:, :, i] * basis[:, :, j] for i, j in entries] + [basis[:, :, i] * target for i in range(m)]
     table = np.ascontiguousarray(np.concatenate(products).T)
 
-    def part(rows: slice) -> tuple[Array, Array]:
-        sums = (weights[rows] @ table).reshape(-1, len(products), G)
-        right = [sums[:, len(entries) + i] for i in range(m)]
-        amplitudes = _solve_normal({entry: sums[:, q] for q, entry in enumerate(entries)}, right)
-        explained = np.sum([a * b for a, b in zip(amplitudes, right, strict=True)], axis=0)
-        error = (weights[rows] @ target**2)[:, None] - explained
-        return np.stack(amplitudes, axis=2), np.maximum(error, 0.0)
-
-    # Few and large products: BLAS's threads speed them up, and ours would compete with these.
-    parts = in_chunks(part, len(weights), 20 * CHUNK // (G * len(products)), threads=1)
-    amplitudes, errors = zip(*parts, strict=True)
-    return np.concatenate(amplitudes), np.concatenate(errors)
+    sums = (weights @ table).reshape(-1, len(products), G)
+    right = [sums[:, len(entries) + i] for i in range(m)]
+    amplitudes = _solve_normal({entry: sums[:, q] for q, entry in enumerate(entries)}, right)
+    explained = np.sum([a * b for a, b in zip(amplitudes, right, strict=True)], axis=0)
+    error = (weights @ target**2)[:, None] - explained
+    return np.stack(amplitudes, axis=2), np.maximum(error, 0.0)
 
 
 def _solve_normal(matrix: dict[tuple[int, int], Array], right: list[Array]) -> list[Array]:

@@ -49,7 +49,7 @@ def random_table(seed):
 def test_a_random_table_is_answered_or_refused_in_one_sentence(seed):
     try:
         runs = fit.read_table(random_table(seed))
-        fit.forecast(runs, N=[1e10], D=[1e12], forms=["gamma"])
+        fit.FormMixture(["gamma"], draws=50).fit(runs).forecast(N=[1e10], D=[1e12])
         analysis = fit.analyze(runs, targets=(1e18,), bootstrap=0, intervals="noise") if seed % 3 == 0 else None
     except fit.InputError as error:
         refusal = str(error)
