@@ -34,7 +34,6 @@ from .runs.journal import Planned
 from .runs.membership import add_runs, added_runs, allow_growth, members
 from .slurm.snapshot import PACKAGE, git_output
 
-VARIED = ("weight", "unique_tokens", "max_epochs")  # fields of a domain that do not change its text
 SHOWN = 4  # changed settings that a message names
 
 
@@ -280,11 +279,16 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     configs = (run.config() for run in runs)  # a merged sweep may have runs on other texts
     first = next((run for run in configs if (run.data.fingerprint, run.data.tokenizer_fingerprint) == text), None)
     first = first or runs[0].config()
-    planned, base.data = base.data.domains, first.data
-    if planned is not None:  # the runs have other weights and caps than their base
-        varied = {name: {field: getattr(planned[name], field) for field in VARIED} for name in planned}
-        domains = {name: dataclasses.replace(domain, **varied[name]) for name, domain in first.data.domains.items()}
-        base.data = dataclasses.replace(first.data, domains=domains)
+    planned, base.data = base.data, first.data
+    if planned.domains is not None:  # the runs may have other weights, caps and targets than their base
+        read = first.data.domains or {}
+        domains = {
+            name: dataclasses.replace(domain, path=read[name].path, fingerprint=read[name].fingerprint)
+            for name, domain in planned.domains.items()
+            if name in read
+        }
+        own = {"domains": domains, "target": planned.target, "epochs_of": planned.epochs_of}
+        base.data = dataclasses.replace(first.data, **own)
     base.model.vocab_size = first.model.vocab_size
     return base
 

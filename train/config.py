@@ -210,7 +210,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.domains, dict):
-            self.domains = {name: _domain(str(name), value) for name, value in self.domains.items()}
+            # In the order of names, which decides what is read when and is not part of the run id.
+            self.domains = {name: _domain(name, self.domains[name]) for name in sorted(map(str, self.domains))}
 
 
 def domain_losses(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,7 +91,8 @@ def open_stream(config: RunConfig, text: Text) -> TrainStream | MixtureStream:
         if domain.max_epochs is not None and epochs > domain.max_epochs:
             raise UserError(
                 f"data.domains.{name}.max_epochs is {domain.max_epochs:g}; {share:.3g} of {config.D:,} tokens are "
-                f"{epochs:.2f} epochs of its {stream.unique_tokens:,} tokens: lower its weight or the tokens"
+                f"{epochs:.2f} epochs of its {stream.unique_tokens:,} tokens: lower its weight, "
+                "in a grid of mixtures with grid.bounds, or the tokens"
             )
         streams[name] = stream
     return MixtureStream(streams, planned, config.seed)
