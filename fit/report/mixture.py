@@ -56,7 +56,7 @@ class MixtureStudy:
         """Return the content of law.json."""
         law, a, sentences = self.law, self.answer, _sentences(self.answer)
         target, runs = np.array([*a.target.values()]), self.frame.get("run_id", self.frame.index.to_series()).nunique()
-        hold_out = {"by": law.hold_outs_, "errors": np.sqrt(law.errors_**2 @ target).to_dict()}
+        hold_out = {"by": law.hold_outs_, "errors": ((law.errors_**2 @ target) ** 0.5).to_dict()}
         mixture = asdict(a) | {"forms": (law.weights_ @ target).to_dict(), "hold_out": hold_out}
         doubts = {} if a.trustworthy else {"no_mixture_answer": sentences[0]}
         if edge := [k for k, w in a.weights.items() if w > numeric(self.frame, f"weight_{k}").max() - 1e-3]:
@@ -172,10 +172,11 @@ def _ternary(study: MixtureStudy, figure: Figure) -> None:
     cells = np.array([(i, j, STEPS - i - j) for i, j in product(range(STEPS + 1), repeat=2) if i + j <= STEPS]) / STEPS
     loss = study.predict(cells)["target"].to_numpy()
     levels = np.linspace(loss.min(), np.quantile(loss, 0.9) + 1e-9, 16)
-    filled = ax.tricontourf(*(cells @ CORNERS).T, loss, levels=levels, extend="max", cmap="viridis")
+    x, y = (cells @ CORNERS).T
+    filled = ax.tricontourf(x, y, loss, levels=levels, extend="max", cmap="viridis")
     figure.colorbar(filled, label="predicted loss", format="%.3f", shrink=0.8)
     runs = study.frame[[f"weight_{name}" for name in names]].to_numpy(float) @ CORNERS
-    ax.scatter(*runs.T, s=14, color="white", edgecolor=INK, linewidth=0.6, zorder=3)
+    ax.scatter(runs[:, 0], runs[:, 1], s=14, color="white", edgecolor=INK, linewidth=0.6, zorder=3)
     for label, mixture, style in (("best", a.weights, STAR), ("base", a.base, STAR | {"marker": "D", "s": 40})):
         ax.scatter(*np.array([*mixture.values()]) @ CORNERS, color=PALETTE[1], label=label, clip_on=False, **style)
     for name, (x, y) in zip(names, CORNERS, strict=True):
