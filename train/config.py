@@ -157,7 +157,8 @@ GROUPED_QUERY = ("kv_heads", "qk_norm", "qkv_bias")  # fields of `ModelConfig` t
 
 
 LABELLED = 4  # domains that a mixture's name contains; chosen by hand
-DOMAIN_NAME = re.compile(r"(?!se$)[a-z][a-z0-9_]*")  # val_loss_se is the standard error of val_loss
+# val_loss_se is the standard error of val_loss, and unique_tokens those of all domains.
+DOMAIN_NAME = re.compile(r"(?!(?:se|tokens)$)[a-z][a-z0-9_]*")
 
 
 @dataclass

@@ -285,7 +285,7 @@ class MixtureLaw(Estimator):
 def _named(what: str, values: Named, names: Sequence[str], default: float) -> Array:
     """Return values in the order of `names`. Raises InputError for other names and negative numbers."""
     for name, value in (values or {}).items():
-        if name not in names or not 0.0 <= value < np.inf:
+        if name not in names or not 0.0 <= value < np.inf or (what == "unique" and not value):
             raise InputError(f"{what} has {value} for {name}; give numbers of zero or more for {', '.join(names)}.")
     return floats([(values or {}).get(name, default) for name in names])
 

@@ -152,7 +152,8 @@ def study_mixtures(source: Path, seed: int = 0, **options: Any) -> MixtureStudy:
     data, domains = config["data"], config["data"].get("domains") or {}
     base = config["grid"].get("base") or {name: domain["weight"] for name, domain in domains.items()}
     options = {"target": data.get("target"), "base": base or None} | options
-    return MixtureStudy.of(table[table["final"]], seed, data.get("epochs_of") or 0.0, **options)
+    table = table[table["final"]].assign(group=table["trunk"].fillna(table["run_id"]))  # branches share their noise
+    return MixtureStudy.of(table, seed, data.get("epochs_of") or 0.0, **options)
 
 
 def write_mixture(sweep: SweepDirectory) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def check_mixture(data: DataConfig) -> None:
         if not DOMAIN_NAME.fullmatch(name):
             raise UserError(
                 f"data.domains contains {name!r}; a name must be lower-case letters, digits and _, start with a "
-                "letter, and not be se"
+                "letter, and not be se or tokens"
             )
     check_shares("data.domains, the weights,", {name: domain.weight for name, domain in domains.items()}, domains)
     if target is not None:
