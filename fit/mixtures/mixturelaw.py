@@ -284,9 +284,10 @@ class MixtureLaw(Estimator):
 
 def _named(what: str, values: Named, names: Sequence[str], default: float) -> Array:
     """Return values in the order of `names`. Raises InputError for other names and negative numbers."""
+    accepted = "above zero" if what == "unique" else "of zero or more"
     for name, value in (values or {}).items():
         if name not in names or not 0.0 <= value < np.inf or (what == "unique" and not value):
-            raise InputError(f"{what} has {value} for {name}; give numbers of zero or more for {', '.join(names)}.")
+            raise InputError(f"{what} has {value} for {name}; give numbers {accepted} for {', '.join(names)}.")
     return floats([(values or {}).get(name, default) for name in names])
 
 

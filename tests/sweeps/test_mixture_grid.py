@@ -29,7 +29,7 @@ from isoflop.train.files import write_json
 from isoflop.train.flops import flops_exact
 from small_runs import SMOKE, set_state
 
-WEIGHTS = {"code": 6.0, "prose": 3.0, "docs": 1.0}
+WEIGHTS = {"code": 6.0, "prose": 3.0, "web": 1.0}
 
 
 def mixed(tokens: int = 0) -> RunConfig:
@@ -55,8 +55,8 @@ def test_the_grid_is_the_base_thrice_each_domain_heavier_and_the_swarm_at_every_
         heavier = [mixture(run) for run in runs[i + 3 : i + 6]]
         assert heavier == [(0.8, 0.15, 0.05), (0.3, 0.65, 0.05), (0.3, 0.15, 0.55)]
         assert {run.seed for run in runs[i + 3 : i + 14]} == {0}
-        assert "_code0.6+prose0.3+docs0.1" in str(runs[i].name)
-    assert {mixture(run) for run in expand_grid(grid(base={"docs": 1}), mixed())[:3]} == {(0.0, 0.0, 1.0)}
+        assert "_code0.6+prose0.3+web0.1" in str(runs[i].name)
+    assert {mixture(run) for run in expand_grid(grid(base={"web": 1}), mixed())[:3]} == {(0.0, 0.0, 1.0)}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -99,11 +99,11 @@ REFUSED = [
     (grid(mixtures=-1), mixed(), "grid.mixtures is -1; it must be 0 or more"),
     (grid(), RunConfig(), "data.domains has 0 domains; a mixture grid needs data=mixture"),
     (grid(), RunConfig(data=DataConfig(corpus="mixture", domains=CODE)), "data.domains has 1 domain; .* at least two"),
-    (grid(base={"web": 1}), mixed(), "grid.base names 'web'; it must be one of the domains code, prose, docs"),
+    (grid(base={"blog": 1}), mixed(), "grid.base names 'blog'; it must be one of the domains code, prose, web"),
     (grid(base={"code": 0}), mixed(), "grid.base are code 0; they must be 0 or more, and one of them above 0"),
-    (grid(bounds={"web": [0, 1]}), mixed(), r"it must map domains \(code, prose, docs\) to \[low, high\] with"),
+    (grid(bounds={"blog": [0, 1]}), mixed(), r"it must map domains \(code, prose, web\) to \[low, high\] with"),
     (grid(bounds={"code": [0.8, 0.2]}), mixed(), "with 0 <= low <= high <= 1"),
-    (grid(bounds={"code": [0.6, 1], "docs": [0.5, 1]}), mixed(), "leaves no mixture; the lows must sum to at most 1"),
+    (grid(bounds={"code": [0.6, 1], "web": [0.5, 1]}), mixed(), "leaves no mixture; the lows must sum to at most 1"),
     (grid(bounds={name: [0, 0.3] for name in WEIGHTS}), mixed(), "leaves no mixture; .* to at least 1$"),
     (grid(bounds={"code": [0, 0.5]}), mixed(), r"grid.bounds.code is \[0, 0.5\]; .* in data.domains, 0.6; or give"),
 ]
@@ -117,14 +117,17 @@ def test_bad_mixture_grids_are_refused_in_one_sentence(points: MixtureGrid, base
 
 
 def test_other_grids_vary_weights_caps_and_simulated_epochs() -> None:
-    axes = {"domains.code.weight": [2.0, 6.0], "domains": {"docs.unique_tokens": [9, None]}, "epochs_of": [None, 10**6]}
+    axes = {"domains.code.weight": [2.0, 6.0], "domains": {"web.unique_tokens": [9, None]}, "epochs_of": [None, 10**6]}
     runs = expand_grid(ProductGrid(axes={"data": axes}), mixed(20480))
     assert len({run_id(run) for run in runs}) == 8
     assert {mixture(run) for run in runs} == {(0.6, 0.3, 0.1), (0.333333333333, 0.5, 0.166666666667)}
-    assert {run.data.domains["docs"].unique_tokens for run in runs} == {9, None}
+    assert {run.data.domains["web"].unique_tokens for run in runs} == {9, None}
     for points in (LadderGrid(sizes=[1e4], tokens=[20480, 40960]), IsoflopGrid(budgets=[1e11])):
         assert {mixture(run) for run in expand_grid(points, mixed())} == {(0.6, 0.3, 0.1)}
-    for name, problem in (("web.weight", "is not a field of a run"), ("code.max_epochs", "does not change what a run")):
+    for name, problem in (
+        ("blog.weight", "is not a field of a run"),
+        ("code.max_epochs", "does not change what a run"),
+    ):
         with pytest.raises(UserError, match=f"'data.domains.{name}', which {problem}"):
             expand_grid(ProductGrid(axes={f"data.domains.{name}": [1, 2]}), mixed(20480))
     (plain,) = expand_grid(LadderGrid(sizes=[1e4], tokens=[20480]), replace(mixed(), data=DataConfig()))
@@ -166,7 +169,7 @@ def test_the_plan_of_the_command_shows_mixtures(tmp_path: Path, capsys: pytest.C
     )
     command = [*options.split(), *SMOKE[1:]]
     assert sweep_main([*command, "grid.bounds={code:[0.3,0.5]}"]) == 0
-    assert re.search(r"7 runs(.|\n)* code0.5\+prose0.25\+docs0.25 *$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"7 runs(.|\n)* code0.5\+prose0.25\+web0.25 *$", capsys.readouterr().out, re.MULTILINE)
     assert sweep_main([*command[:1], "data=text", f"data.path={tmp_path}/code.txt", *command[3:]]) == 2
     assert "data.domains has 0 domains; a mixture grid needs data=mixture" in capsys.readouterr().err
 
