@@ -407,7 +407,7 @@ def identity(node: Any) -> dict[str, Any]:
             continue
         if item.name in _GROUPS:
             value = identity(value)
-        elif item.name == "domains":
+        elif item.name == "domains" and isinstance(value, dict):
             value = {name: identity(domain) for name, domain in value.items()}
         elif types[item.name] is float and isinstance(value, int):
             value = float(value)  # 1 and 1.0 must give the same id

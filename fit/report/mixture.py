@@ -104,8 +104,8 @@ def _sentences(a: BestMixture) -> list[str]:
         *doubt,
         f"The best mixture{f' for {at}' if at else ''} is {_shares(a.weights)}. Its {goal} is {fixed(a.loss, 4)} "
         f"({interval(a.loss_interval, fixed, 4)}), that of the base ({_shares(a.base)}) {fixed(a.base_loss, 4)}.",
-        f"The gain is {fixed(a.gain, 4)} ({interval(a.gain_interval, fixed, 4)}) nats per token, above zero with a "
-        f"probability of {percent(a.probability)}.",
+        f"The gain is {fixed(a.gain, 4)} ({interval(a.gain_interval, fixed, 4)}) nats per token. Allowing for the "
+        f"choice of the best, it is above zero with a confidence of {percent(a.probability)}.",
     ]
 
 
