@@ -150,8 +150,10 @@ def moved(sweep: Path) -> Path:
 def restored(sweep: Path) -> Path:
     """Replace a folder by its copy, as a restored backup does."""
     shutil.copytree(sweep, sweep.with_name("backup"))
-    shutil.rmtree(sweep)
-    return sweep.with_name("backup").rename(sweep)
+    removed = sweep.rename(sweep.with_name("removed"))  # first, for the job still writes to it
+    sweep.with_name("backup").rename(sweep)
+    shutil.rmtree(removed, ignore_errors=True)
+    return sweep
 
 
 @pytest.mark.parametrize("change", [moved, restored])
