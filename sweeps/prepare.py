@@ -115,10 +115,8 @@ def _request(config: SweepConfig) -> dict[str, Any]:
     base, grid = base_run(config), {f"grid.{name}": value for name, value in vars(config.grid).items()}
     tuning = {"tuning": dataclasses.asdict(config.tuning)}
     path = base.data.path and os.path.abspath(os.path.expanduser(base.data.path))
-    return (
-        flatten(identity(base) | {"data": dataclasses.asdict(base.data) | {"cache_dir": None, "path": path}} | tuning)
-        | grid
-    )
+    data = {"data": dataclasses.asdict(base.data) | {"cache_dir": None, "path": path}}
+    return flatten(identity(base) | data | tuning) | grid
 
 
 def _questions(config: SweepConfig) -> dict[str, Any]:

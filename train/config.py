@@ -209,6 +209,11 @@ class DataConfig:
     # Mixture: repeat each domain as often as a run of so many tokens would; the unique text shrinks in proportion.
     epochs_of: Count | None = later(None)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights of the domains; empty for a text that is no mixture."""
+        return {name: domain.weight for name, domain in (self.domains or {}).items()}
+
     def __post_init__(self) -> None:
         if isinstance(self.domains, dict):
             # In the order of names, which decides what is read when and is not part of the run id.
@@ -225,7 +230,7 @@ def with_shares(config: DataConfig) -> DataConfig:
     """Return a config whose weights and target sum to 1, to 12 digits, so that equal mixtures have one run id."""
     if not isinstance(config.domains, dict):
         return config
-    weights = _normalised({name: domain.weight for name, domain in config.domains.items()})
+    weights = _normalised(config.weights)
     domains = {name: dataclasses.replace(domain, weight=weights[name]) for name, domain in config.domains.items()}
     return dataclasses.replace(config, domains=domains, target=config.target and _normalised(config.target))
 

@@ -145,8 +145,8 @@ def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
     for run in (prepared.by_id[run.run_id] for run in asked):
         if (key := repr(domains_of(run.data))) not in texts:
             texts[key] = prepare_with_progress(run.data)
-        open_stream(run, texts[key])  # this and the next line raise UserError if the text is too short
-        HeldOutText.of(run.data, texts[key])
+            HeldOutText.of(run.data, texts[key])  # this and the next line raise UserError if the text is too short
+        open_stream(run, texts[key])
 
 
 def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:

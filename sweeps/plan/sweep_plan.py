@@ -187,5 +187,5 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, thr
         first_step=trunk_steps(run) if run.parent is not None else 0,
         recipe=recipe_label(run.data.recipe) if run.data.recipe else "",
         variant=run.variant or "",
-        mixture=mixture_label({name: domain.weight for name, domain in (run.data.domains or {}).items()}),
+        mixture=mixture_label(run.data.weights),
     )

@@ -27,7 +27,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # CIRCLE / golden ratio
 
 def shares(config: DataConfig) -> dict[str, float]:
     """Return each domain's share of the training tokens."""
-    return {name: domain.weight for name, domain in with_shares(config).domains.items()}
+    return with_shares(config).weights
 
 
 def target_shares(config: DataConfig) -> dict[str, float]:

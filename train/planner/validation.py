@@ -129,7 +129,7 @@ def check_mixture(data: DataConfig) -> None:
                 f"data.domains contains {name!r}; a name must be lower-case letters, digits and _, start with a "
                 "letter, and not be se or tokens"
             )
-    check_shares("data.domains, the weights,", {name: domain.weight for name, domain in domains.items()}, domains)
+    check_shares("data.domains, the weights,", data.weights, domains)
     if target is not None:
         check_shares("data.target", target, domains)
     if data.fingerprint is None and data.path is not None:

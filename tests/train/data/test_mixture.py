@@ -147,6 +147,16 @@ def test_training_on_a_mixture_resumes_with_the_same_bits(tmp_path: Path) -> Non
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the working directory one with two folders of text, A and B."""
+    monkeypatch.chdir(tmp_path)
+    for name in "AB":
+        Path(name).mkdir()
+        for number in range(40):
+            Path(name, f"{number}.txt").write_text(f"{name} {number} " * 20)
+
+
 def plan_and_open(data: dict[str, Any]) -> None:
     run = RunConfig(data=DataConfig(**data), tokens=4096)
     Texts().fill(run)
@@ -176,14 +186,8 @@ def plan_and_open(data: dict[str, Any]) -> None:
         ({"corpus": "stdlib", "domains": None, "epochs_of": 3}, "unless data.corpus is mixture"),
     ],
 )
-def test_bad_mixtures_are_one_sentence(
-    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in "AB":
-        Path(name).mkdir()
-        for number in range(40):
-            Path(name, f"{number}.txt").write_text(f"{name} {number} " * 20)
+@pytest.mark.usefixtures("folders")
+def test_bad_mixtures_are_one_sentence(changes: dict[str, Any], message: str) -> None:
     domains = {"a": {"path": "A"}, "b": {"path": "B"}}
     data = {"corpus": "mixture", "domains": domains, "sequence_length": 16, "validation_fraction": 0.2}
     with pytest.raises(UserError) as error:
@@ -192,14 +196,8 @@ def test_bad_mixtures_are_one_sentence(
     assert "\n" not in str(error.value)
 
 
-def test_domains_of_any_name_are_given_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in "AB":
-        Path(name).mkdir()
-        for number in range(40):
-            Path(name, f"{number}.txt").write_text(f"{name} {number} " * 20)
+@pytest.mark.usefixtures("folders")
+def test_domains_of_any_name_are_given_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     grid = ["+grid=product", "grid.axes={data.domains.a.weight:[1,3],data.domains.b.unique_tokens:[320,640]}"]
     text = ["data=mixture", "data.domains={a:{path:A},b:{path:B}}", "data.domains.b.weight=2", "tokens=4096"]
     rest = ["sweep=s", "cluster=local", "cluster.flops_per_second=1e11", "data.validation_fraction=0.2", "dry_run=true"]
