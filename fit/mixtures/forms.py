@@ -174,7 +174,7 @@ def fit_form(form: Form, data: Data) -> tuple[Array, Array, Array]:
 
 
 class Corrected:
-    """A form and a correction by mixture, fitted to all rows and to those that each hold-out fits.
+    """A form and a correction by mixture, fitted to all rows and to the rows that each hold-out fits.
 
     held: predictions (losses, tested) of each hold-out.
     """

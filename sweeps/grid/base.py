@@ -53,7 +53,7 @@ class GridConfig:
         return []
 
     def suggest(self, sweep: Any, config: Any, budget: float, max_flops: float, max_runs: int) -> Any:
-        """Return a Suggestion of runs for a SweepDirectory, or None to suggest those that narrow a law of N and D."""
+        """Return a Suggestion of runs for a SweepDirectory, or None for the runs that narrow a law of N and D."""
         return None
 
     def next_round(self, sweep: Any, config: Any) -> bool:
