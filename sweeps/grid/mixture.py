@@ -157,7 +157,7 @@ class Simplex:
         shapes = [(1 + len(self.base) * part / PARTS) / 2 for part in self.base]
         later = [sum(shapes[i + 1 :]) for i in range(len(shapes))]
 
-        # A coordinate is the quantile of a domain's share of the undivided parts: a Beta distribution, cut to the bounds.
+        # A coordinate is a quantile of a domain's share of the undivided parts: a Beta law, cut to the bounds.
         def choose(point: Sequence[float], i: int, left: int, least: int, most: int) -> float:
             start, end = special.betainc(shapes[i], later[i], [least / left, most / left])
             return left * float(special.betaincinv(shapes[i], later[i], start + (end - start) * point[i]))
