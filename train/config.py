@@ -282,6 +282,22 @@ class AverageConfig:
         return [] if self.kind == "none" else [0.1] if self.spans is None else self.spans
 
 
+# Number formats that a step can simulate.
+FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4", "int8", "int4", "ternary")
+
+
+@dataclass
+class QuantizationConfig:
+    """Number formats in the products of the blocks' matrices, simulated; see `quantization/`."""
+
+    weights: Annotated[str, FORMATS] = later("none")
+    activations: Annotated[str, FORMATS] = later("none")
+    gradients: Annotated[str, FORMATS] = later("none")  # of the matrices' outputs, in the backward pass
+    block: Count6 | None = later(None)  # neighbouring numbers with one scale; None: the format's
+    rounding: Annotated[str, ("nearest", "stochastic")] = later("nearest")  # of gradients
+    hadamard: bool = later(False)  # rotate every block of both factors of a product before they are rounded
+
+
 @dataclass
 class ParallelConfig:
     """How a run is distributed over devices, and how a step is executed. Changes results only by rounding."""
@@ -365,6 +381,7 @@ class Training:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     average: AverageConfig = field(default_factory=AverageConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
