@@ -27,8 +27,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = {"checks": 130.0, "attention": 90.0, "loss": 50.0, "train": 400.0}  # in this order; seconds at most
-# The settings of the project are left out, because its plugins may be missing.
+# The settings of the project are left out, because its plugins may be missing. Most of the tests' time is compiling.
 PYTEST = ["-o", "addopts=", "--import-mode=importlib", "-m", "gpu", "--continue-on-collection-errors"]
+PYTEST += ["-n", "8"] if importlib.util.find_spec("xdist") else []
 
 
 def measure(section: str, device: str, quick: bool) -> Iterable[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Block sizes, warps and pipeline stages of the FlashAttention kernels, by head size, type and GPU generation.
 
-A table (flash_blocks.toml), not an autotuner, so that all nodes launch the same. The sizes come from compiler
-output (`isoflop bench kernels --static`): large blocks that spill no register and fit the shared memory of the smallest
-GPU of the generation. Not timed yet.
+A table (flash_blocks.toml), not an autotuner, so that all nodes launch the same. Sizes that were not timed come from
+compiler output (`isoflop bench kernels --static`): large blocks that spill no register and fit the shared memory of the
+smallest GPU of the generation.
 """
 
 from __future__ import annotations
