@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .allocation.allocation import Optimum, compute_optimal
-from .errors import Array, InputError, floats, is_uneven, need, one_of
+from .allocation.allocation import own_convention, unlimited
+from .errors import Array, Columns, InputError, floats, is_uneven, need, one_of
 from .files import replacing
 from .formatting import count, scientific
 from .table import as_table
@@ -76,8 +76,8 @@ def profile_curve(profile: Any) -> Series:
     return N, profile.curve(N)
 
 
-def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tuple[float, float, float], Optimum]:
-    """Return N (n,) and D (d,) around the runs, the law's loss (d, n), contour levels (low, high, step) and optima."""
+def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tuple[float, float, float], Columns]:
+    """Return N (n,) and D (d,) around the runs, the law's loss (d, n), contour levels (low, high, step), optima."""
     n, d = (np.geomspace(values.min() / 2, values.max() * 2, 60) for values in (N, D))
     loss = np.asarray(law.predict(n[None, :], d[:, None]))
     low, high = float(loss.min()), float(np.quantile(loss, 0.97))
@@ -85,17 +85,26 @@ def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tu
     power = 10.0 ** np.floor(np.log10(rough))
     step = float(power * min((m for m in (1, 2, 5, 10) if m * power >= rough), default=10))
     levels = (float(np.ceil(low / step) * step), float(np.floor(high / step) * step), step)
-    return n, d, loss, levels, compute_optimal(law, np.geomspace(6 * n[0] * d[0], 6 * n[-1] * d[-1], 80))
+    C = np.geomspace(6 * n[0] * d[0], 6 * n[-1] * d[-1], 80)
+    best = dict(zip(("N", "D", "loss"), unlimited(law, law.constants_, C, own_convention(law)), strict=True))
+    return n, d, loss, levels, {"flops": C, **best}
 
 
-def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Array, Array | None]]:
-    """Return (approach, `quantity` at budgets C (m,), interval (m, 2) or None) for each approach with an answer."""
-    lines = []
-    for approach in a.ranked:
-        values, band = (answer[quantity] for answer in approach.answers(C))
-        if approach.available and np.isfinite(values).any():
-            lines.append((approach, values, band if band is not None and np.isfinite(band).all() else None))
-    return lines
+def allocation_lines(
+    a: Analysis, quantity: str, low: float = 0.0, high: float = np.inf
+) -> tuple[Array, list[tuple[Any, Array, Array | None]]]:
+    """Return budgets (m,) from `low` to `high`, and (approach, `quantity` there, interval (m, 2) or None) for each.
+
+    Approaches without an answer there are left out.
+    """
+    C, answers = a.by_budget
+    inside, lines = (low <= C) & (high >= C), []
+    for approach, values, bands in answers:
+        value, band = values[quantity][inside], bands[quantity]
+        if np.isfinite(value).any():
+            band = None if band is None or not np.isfinite(band[inside]).all() else band[inside]
+            lines.append((approach, value, band))
+    return C[inside], lines
 
 
 def measured_optima(a: Analysis, quantity: str) -> tuple[Series, Series]:
@@ -164,7 +173,7 @@ def plot_contours(law: Law, N: Any = None, D: Any = None, loss: Any = None, ax: 
     n, d, surface, (low, high, step), best = loss_contours(law, N, D)
     levels = np.arange(low, high + step / 2, step)
     ax.clabel(ax.contour(n, d, surface, levels, cmap="viridis", linewidths=0.9), fontsize=7)
-    ax.plot(best.N, best.D, color=APPROACH_STYLE["parametric"][0], linewidth=2.4, label="efficient frontier")
+    ax.plot(best["N"], best["D"], color=APPROACH_STYLE["parametric"][0], linewidth=2.4, label="efficient frontier")
     ax.scatter(N, D, c=loss, cmap="viridis", s=26, edgecolor="black", linewidth=0.6, zorder=3, label="runs")
     ax.set(xlim=(n[0], n[-1]), ylim=(d[0], d[-1]))
     return _legend(ax, 2)
@@ -189,9 +198,9 @@ def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = N
     need("analysis", analysis, "profiles", ANALYSIS)
     log = quantity != "loss"
     ax = _axes(ax, "training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
-    C = np.geomspace(analysis.table.flops.min() / 2, analysis.table.flops.max() * 30, 120)
+    C, lines = allocation_lines(analysis, quantity, high=30 * analysis.table.flops.max())
     seen: list[Array] = []
-    for approach, values, band in allocation_lines(analysis, quantity, C):
+    for approach, values, band in lines:
         colour, dash, _ = APPROACH_STYLE[approach.key]
         ax.plot(C, values, color=colour, linestyle=DASHES[dash], linewidth=1.8, label=approach.title)
         seen.append(values[np.isfinite(values)])
@@ -313,7 +322,7 @@ def _drawings(analysis: Analysis, curves: Any) -> dict[str, Callable[..., Any]]:
     if (analysis.backtest["tested"] or {}).get("ahead"):
         drawings["backtest"] = partial(plot_backtest, analysis)
     for quantity in OPTIMUM_TITLES:
-        if allocation_lines(analysis, quantity, t.flops):
+        if allocation_lines(analysis, quantity)[1]:
             drawings[f"optimal_{quantity}"] = partial(plot_allocation, analysis, quantity)
     for by in CURVE_TITLES:
         if loss_curves(analysis, curves, by):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -18,7 +19,7 @@ from .approaches.recipes import RecipeLaw, sentences
 from .checks.doctor import Warning, extrapolation
 from .checks.verdict import Verdict
 from .downstream.downstream import TaskVerdict
-from .errors import InputError, one_of, positive
+from .errors import Array, Columns, InputError, one_of, positive
 from .files import read_document
 from .flops import CONVENTIONS, FlopsPerToken, convention_name, flops_per_token
 from .forecasting.mixture import FormMixture, SavedMixture
@@ -28,6 +29,7 @@ from .table import RunTable
 
 PREFERRED = ("parametric", "isoflop", "envelope")  # order of the approaches where none backtests best
 FAR = ("extrapolation", "backtest_short")  # codes of warnings that depend on the targets
+BUDGETS = 50  # points of a line of optima by budget, which is nearly straight
 DEFAULT_TARGETS = (10.0, 100.0, 1000.0)  # times the largest run
 
 
@@ -69,6 +71,17 @@ class Analysis:
         """Return "6nd" if the table's FLOPs are 6ND, else "table"."""
         t = self.table
         return convention_name(flops_per_token(t.N, t.D, t.flops))
+
+    @cached_property
+    def by_budget(self) -> tuple[Array, list[tuple[Approach, Columns, dict[str, Array | None]]]]:
+        """Return budgets (m,) from half of the smallest run to twice the farthest target, with all targets.
+
+        Also each approach of `ranked` with its optimal values (m,) and intervals (m, 2) or None there, by quantity.
+        """
+        runs, targets = self.table.flops, np.array(self.targets)
+        farthest = max(10 * runs.max(), *self.targets)
+        C = np.unique(np.concatenate([np.geomspace(runs.min() / 2, 2 * farthest, BUDGETS), targets, [runs.min()]]))
+        return C, [(approach, *approach.answers(C)) for approach in self.ranked]
 
     @property
     def interior_minima(self) -> int:

@@ -221,8 +221,8 @@ def contours(a: Analysis) -> Figure | None:
     surface |= {"x": as_list(n), "y": as_list(d)}
     surface["contours"] |= {"start": low, "end": high, "size": step}
     data = [surface, *(line(p.N, p.D, FAINT, width=1, dash="dot") for p in a.profiles.profiles_)]
-    inside = (n[0] <= best.N) & (n[-1] >= best.N) & (d[0] <= best.D) & (d[-1] >= best.D)
-    C, N, D, loss = (values[inside] for values in (best.flops, best.N, best.D, best.loss))
+    inside = (n[0] <= best["N"]) & (n[-1] >= best["N"]) & (d[0] <= best["D"]) & (d[-1] >= best["D"])
+    C, N, D, loss = (best[name][inside] for name in ("flops", "N", "D", "loss"))
     hover = [
         f"<b>optimal at {scientific(c)} FLOPs</b><br>N* {count(n)} · D* {count(d)}<br>D/N {amount(d / n)}"
         f" · loss {y:.4f}"
@@ -250,13 +250,13 @@ def residuals(a: Analysis) -> Figure | None:
 
 def answer(a: Analysis) -> Figure | None:
     """Draw the optimal N and D against budget, by the first approach with an answer."""
-    goal, low = a.targets[0], float(a.table.flops.min())
-    C = np.unique(np.append(np.geomspace(low, 1.6 * max(goal, a.table.flops.max()), 60), goal))
+    goal, runs = a.targets[0], a.table.flops
     data: list[Trace] = []
     notes: list[Trace] = []
     shown: list[float] = []
     for quantity, what, colour in (("N", "parameters", PALETTE[0]), ("D", "tokens", PALETTE[1])):
-        if not (lines := allocation_lines(a, quantity, C)):
+        C, lines = allocation_lines(a, quantity, float(runs.min()), 2 * max(goal, float(runs.max())))
+        if not lines:
             return None
         lead, values, band = lines[0]
         at = int(np.searchsorted(C, goal))
@@ -287,10 +287,10 @@ def answer(a: Analysis) -> Figure | None:
 def allocation(a: Analysis, quantity: str) -> Figure | None:
     low, high = float(a.table.flops.min()), float(a.table.flops.max())
     far = max(*a.targets, high * 10)
-    C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
+    C, lines = allocation_lines(a, quantity)
     data: list[Trace] = []
     near: list[float] = []
-    for approach, values, band in allocation_lines(a, quantity, C):
+    for approach, values, band in lines:
         near += values[(high * 30 >= C) & np.isfinite(values)].tolist()
         colour, dash, symbol = APPROACH_STYLE[approach.key]
         group: Trace = {"legendgroup": approach.key}
@@ -342,7 +342,7 @@ def published(a: Analysis) -> Figure | None:
     lead = a.lead
     if not lead.available:
         return None
-    C = np.geomspace(a.table.flops.min(), max(*a.targets, FRONTIER), 60)
+    C = np.geomspace(a.table.flops.min(), max(*a.targets, FRONTIER), 30)
     values, band = (answers["N"] for answers in lead.answers(C))
     sizes = {name: published_law(name).optimal(C).N for name in BESIDE} | {"these runs": values}
     data = []
