@@ -68,9 +68,14 @@ def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate
     result = []
     for width in widths():
         ideal = 0.5 * math.sqrt(width)
-        for depth in range(max(1, math.floor(ideal / 2)), math.ceil(2 * ideal) + 1):
-            model = shaped(base, width, depth)
-            result.append((count_parameters(model).N_active, abs(math.log(depth / ideal)), model))
+        least = max(1, math.floor(ideal / 2))
+        models = [shaped(base, width, depth) for depth in range(least, math.ceil(2 * ideal) + 1)]
+        # Without experts all blocks are equal, so that counting two depths is enough, and much faster.
+        counted = models if base.experts else models[:2]
+        sizes = [count_parameters(model).N_active for model in counted]
+        sizes += [sizes[0] + extra * (sizes[1] - sizes[0]) for extra in range(len(sizes), len(models))]
+        offs = [abs(math.log(model.depth / ideal)) for model in models]
+        result += zip(sizes, offs, models, strict=True)
     return tuple(sorted(result, key=lambda item: item[:2]))
 
 
