@@ -15,7 +15,6 @@ from ...train.flops import flops_exact
 from ...train.planner.validation import check_shares
 from ..plan.trunks import merge_runs, trained_flops
 from ..prepare import resolved_base
-from ..results.finish import write_mixture
 from ..runs.membership import members
 from .expand import expand_grid
 from .ladder import LadderGrid
@@ -101,6 +100,8 @@ class MixtureGrid(LadderGrid):
 
     @classmethod
     def results(cls, sweep: SweepDirectory) -> dict[str, Any]:
+        from ..results.finish import write_mixture  # not needed to plan
+
         return write_mixture(sweep)
 
 

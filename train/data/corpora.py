@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import os
@@ -111,7 +112,7 @@ class StandardLibrary(Corpus):
         return _fingerprint("stdlib", digests, self.max_bytes)
 
     def size_bytes(self) -> int | None:
-        total = sum(len(text.encode()) for text in self._texts())
+        total = _source_bytes(self.root)
         return min(total, self.max_bytes or total)
 
 
@@ -275,6 +276,11 @@ def _candidates(path: str) -> list[Path]:
     if files := [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]:
         return files
     raise UserError(f"data.path is {path!r}; no file matches it: it must name a file, a folder or a glob")
+
+
+@functools.cache
+def _source_bytes(root: Path) -> int:
+    return sum(len(text.encode()) for text in StandardLibrary(root)._texts())
 
 
 def _files_below(root: Path, skip: Callable[[str], bool] = lambda name: name.startswith(".")) -> list[Path]:
