@@ -21,7 +21,6 @@ from ..train.config import flatten
 from ..train.errors import UserError
 from .config import REMOVED, SweepConfig, base_run, register
 from .grid.tuning import TUNED
-from .slurm.commands import ask
 from .terminal import printable
 
 CONFIG = Path(__file__).resolve().parent.parent / "conf"
@@ -232,6 +231,8 @@ def for_hydra(arguments: list[str]) -> list[str]:
         return arguments
     others = [argument for argument in arguments if argument != "cluster=auto"]
     # An installed client is not enough: the controller must reply.
+    from .slurm.commands import ask  # `isoflop --help` starts a fifth faster without it
+
     on_slurm = shutil.which("sbatch") is not None and ask("sinfo", "-h", timeout=5.0).returncode == 0
     return [f"cluster={'slurm' if on_slurm else 'local'}", *others]
 
