@@ -282,6 +282,7 @@ class AverageConfig:
         return [] if self.kind == "none" else [0.1] if self.spans is None else self.spans
 
 
+PASSES = ("weights", "activations", "gradients")  # whose numbers have a format
 # Number formats that a step can simulate.
 FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4", "int8", "int4", "ternary")
 
@@ -296,6 +297,27 @@ class QuantizationConfig:
     block: Count6 | None = later(None)  # neighbouring numbers with one scale; None: the format's
     rounding: Annotated[str, ("nearest", "stochastic")] = later("nearest")  # of gradients
     hadamard: bool = later(False)  # rotate every block of both factors of a product before they are rounded
+
+    @property
+    def formats(self) -> tuple[str, str, str]:
+        return self.weights, self.activations, self.gradients
+
+    @property
+    def label(self) -> str:
+        """Return the formats' short name, such as int8, or int4/int8/none+stochastic; empty if all are none."""
+        if set(self.formats) == {"none"}:
+            return ""
+        name = self.weights if len(set(self.formats)) == 1 else "/".join(self.formats)
+        block = "" if self.block is None else f"+block{self.block}"
+        return name + block + "+stochastic" * (self.rounding == "stochastic") + "+hadamard" * self.hadamard
+
+    def columns(self, precision: str) -> dict[str, str | float]:
+        """Return weights_format, weights_bits and so on, for tables. Bits are per number, with its share of scales."""
+        from .quantization.bits import bits
+
+        formats = dict(zip(PASSES, self.formats, strict=True))
+        sizes = {name: bits(precision if f == "none" else f, self.block) for name, f in formats.items()}
+        return {f"{name}_format": f for name, f in formats.items()} | {f"{name}_bits": b for name, b in sizes.items()}
 
 
 @dataclass

@@ -14,7 +14,7 @@ from .approaches import Estimate, Law, fit_parametric, law_intervals, parametric
 from .compare import Comparison, compare, decoding
 
 COLUMN = "recipe"  # `RunTable` reads a column `variant` as this one
-RAW, BASE = "raw", "base"
+RAW, BASE, UNQUANTIZED = "raw", "base", "unquantized"
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,20 @@ class RecipeLaw:
 
 
 def kinds(runs: RunTable) -> str:
-    return "variants" if "variant" in runs.frame else "data recipes"
+    if "variant" in runs.frame:
+        return "variants"
+    names = runs.frame[COLUMN].tolist() if COLUMN in runs.frame else ()
+    return "number formats" if UNQUANTIZED in names else "data recipes"
 
 
 def split(runs: RunTable) -> dict[str, RunTable]:
-    """Split runs by recipe or variant. The base is first: the one named `raw` or `base`, else the table's first."""
+    """Split runs by recipe or variant. The base is first: `raw`, `base` or `unquantized`, else the table's first."""
     base = BASE if "variant" in runs.frame else RAW
     if COLUMN not in runs.frame:
         return {base: runs}
     names = runs.frame[COLUMN].iloc[runs.rows]
     recipes = np.where(names.isna() | (names.astype(str).str.strip() == ""), base, names.astype(str))
-    ordered = sorted(dict.fromkeys(recipes.tolist()), key=lambda name: name != base)
+    ordered = sorted(dict.fromkeys(recipes.tolist()), key=lambda name: name not in (base, UNQUANTIZED))
     return {ordered[0]: runs} if len(ordered) == 1 else {name: runs.where(recipes == name) for name in ordered}
 
 

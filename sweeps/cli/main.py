@@ -19,6 +19,7 @@ from . import bench, checkpoint, sweep
 from .options import AsJson, show
 
 if TYPE_CHECKING:
+    from ...fit import RunTable
     from ...train.data.shards import Shards
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it
@@ -215,7 +216,8 @@ def compare_command(
     given: Annotated[
         list[str],
         typer.Argument(
-            help="A sweep of +grid=compare, several sweeps or tables, or overrides such as optimizer=muon.",
+            help="A sweep of variants or number formats, and two of them such as none int8 (default: all), several "
+            "sweeps or tables, or overrides such as optimizer=muon.",
             show_default=False,
         ),
     ],
@@ -229,21 +231,49 @@ def compare_command(
     Given overrides instead of tables, plan the sweep that compares them.
     """
     from ... import fit
-    from ...fit.approaches.recipes import split
     from ..results.finish import print_comparisons
 
     if not any(Path(one).exists() for one in given):
         raise typer.Exit(_plan_comparison(given))
     stems = [Path(one).resolve().stem for one in given]
     names = stems if len({*stems}) == len(given) else given  # such as outputs/a/table.csv and outputs/b/table.csv
-    read = [fit.read_table(one) for one in given]
-    tables = list(zip(names, read, strict=True)) if len(given) > 1 else list(split(read[0]).items())
+    if any(Path(one).exists() for one in given[1:]):
+        tables = list(zip(names, map(_only_variant, given), strict=True))
+    else:
+        tables = _variants(given[0], given[1:])
     if len(tables) < 2:
         raise UserError(f"{given[0]} has only one variant; give two sweeps or tables, or a sweep of +grid=compare")
     (name, base), *others = tables
     targets = target_flops or [float(base.flops.max()) * factor for factor in (10.0, 100.0)]
     comparisons = [fit.compare(base, runs, targets, (name, other)) for other, runs in others]
     show([one.to_dict() for one in comparisons], as_json, print_comparisons)
+
+
+def _variants(source: str, names: list[str]) -> list[tuple[str, RunTable]]:
+    """Return the variants, formats or recipes of a table, by default all, the base first; one name: the base and it."""
+    from ... import fit
+    from ...fit.approaches.recipes import UNQUANTIZED, kinds, split
+
+    runs = fit.read_table(source)
+    tables = split(runs)
+    chosen = [UNQUANTIZED if name == "none" else name for name in names] or [*tables]
+    for name in chosen:
+        if name not in tables:
+            known = f"the {kinds(runs)} of {source} ({', '.join(tables)})"
+            raise UserError(f"{name!r} is neither a sweep or table nor one of {known}")
+    base = [next(iter(tables))] if len(chosen) == 1 else []
+    return [(name, tables[name]) for name in dict.fromkeys([*base, *chosen])]
+
+
+def _only_variant(source: str) -> RunTable:
+    from ... import fit
+    from ...fit.approaches.recipes import kinds, split
+
+    runs = fit.read_table(source)
+    if len(tables := split(runs)) > 1:
+        several = f"{source} has the {kinds(runs)} {', '.join(tables)}"
+        raise UserError(f"{several}; compare them with `isoflop compare {source}`, or give tables of one each")
+    return runs
 
 
 def _plan_comparison(recipes: list[str]) -> int:

@@ -181,7 +181,8 @@ def measured_rates(sweep: SweepDirectory) -> list[Measured]:
         if seconds < LEAST_SECONDS:
             continue
         batch_tokens = planned["D"] // planned["steps"]
-        kind = kind_of(planned["precision"], planned["mesh"], batch_tokens, planned["sequence_length"])
+        numbers = planned["precision"], planned["mesh"]
+        kind = kind_of(*numbers, batch_tokens, planned["sequence_length"], planned["formats"])
         rate = planned["flops_own"] / seconds
         rates.append(Measured(run.run_id, kind, planned["width"], rate, result["device"]))
     return rates

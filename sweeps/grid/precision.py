@@ -1,0 +1,49 @@
+"""The precision grid: a ladder in each of several number formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...train.config import FORMATS, PASSES, QuantizationConfig, RunConfig
+from ...train.errors import UserError
+from ...train.fields import Distinct
+from .ladder import LadderGrid
+from .tuning import Tuner
+
+
+@dataclass
+class PrecisionGrid(LadderGrid):
+    """The same models, text and seeds in each number format; the unquantized ladder is always part of it."""
+
+    kind: str = "precision"
+    # Names for weights, activations and gradients alike, or weights/activations/gradients, such as int4/int8/none.
+    formats: Distinct[str] = field(default_factory=list)
+
+    def runs(self, base: RunConfig, tuner: Tuner) -> Iterator[RunConfig]:
+        quantizations = self._quantizations(base.quantization)
+        for run in super().runs(base, tuner):
+            yield from (replace(run, quantization=quantization) for quantization in quantizations)
+
+    def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
+        return super().notes([run for run in runs if not run.quantization.label], tuner)
+
+    def _quantizations(self, base: QuantizationConfig) -> list[QuantizationConfig]:
+        """Return the unquantized setting, then that of each format, with the block, rounding and rotation of `base`."""
+        if base.label:
+            name = next(name for name in PASSES if getattr(base, name) != "none")
+            problem = f"quantization.{name} is {getattr(base, name)}, but a grid of kind {self.kind} sets the formats"
+            raise UserError(f"{problem}; leave it out, and list the format in grid.formats")
+        result = {"": QuantizationConfig()}
+        for name in self.formats:
+            parts = name.split("/") if "/" in name else [name] * len(PASSES)
+            if len(parts) != len(PASSES) or not {*parts} <= {*FORMATS}:
+                accepted = f"it must be one of {', '.join(FORMATS)}, or three of them, such as int4/int8/none"
+                raise UserError(f"grid.formats contains {name!r}; {accepted}")
+            chosen = replace(base, **dict(zip(PASSES, parts, strict=True)))
+            if chosen.label:
+                result[chosen.label] = chosen
+        if len(result) == 1:
+            problem = f"grid.formats is [{','.join(self.formats)}]"
+            raise UserError(f"{problem}; it must contain a format other than none, such as [none,int8,mxfp4]")
+        return [*result.values()]

@@ -1,0 +1,161 @@
+"""The precision grid: its runs, names and tables, and the commands on a sweep of several number formats."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_sweep import finish, make_config, write_sweep
+from isoflop import fit
+from isoflop.sweeps.entry import sweep_main
+from isoflop.sweeps.grid import extend
+from isoflop.sweeps.grid.expand import expand_grid
+from isoflop.sweeps.grid.ladder import LadderGrid
+from isoflop.sweeps.grid.precision import PrecisionGrid
+from isoflop.sweeps.grid.product import ProductGrid
+from isoflop.sweeps.plan.trunks import merge_runs
+from isoflop.sweeps.results.finish import write_results
+from isoflop.sweeps.results.table import build_table
+from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.train.config import PASSES, ModelConfig, QuantizationConfig, RunConfig, run_id
+from isoflop.train.errors import UserError
+from isoflop.train.files import write_json
+from small_runs import SMOKE
+
+Isoflop = Callable[..., tuple[int, str, str]]
+FORMATS = ["none", "int8", "int4/int8/none"]
+LABELS = ["", "int8", "int4/int8/none"]
+BASE = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
+COST = {"unquantized": 1.0, "int8": 1.01, "int4/int8/none": 1.05}  # factors of the loss
+
+
+def grid(**changes: Any) -> PrecisionGrid:
+    return PrecisionGrid(**{"sizes": [1e4, 3e4], "tokens": [409600, 819200], "formats": FORMATS, **changes})
+
+
+def test_every_point_has_every_format_and_the_unquantized_runs_are_those_of_a_ladder() -> None:
+    ladder = expand_grid(LadderGrid(sizes=[1e4, 3e4], tokens=[409600, 819200]), BASE)
+    for formats in (FORMATS, FORMATS[1:]):
+        runs = expand_grid(grid(formats=formats), BASE)
+        assert [run.quantization.label for run in runs] == LABELS * 4
+        assert [(run_id(run), run.name) for run in runs[::3]] == [(run_id(run), run.name) for run in ladder]
+        assert [run.name for run in runs[1:3]] == [f"{ladder[0].name}_int8", f"{ladder[0].name}_int4/int8/none"]
+    settings = QuantizationConfig(rounding="stochastic", block=4)
+    runs = expand_grid(grid(), replace(BASE, quantization=settings))
+    assert {run.quantization.label for run in runs} == {"", *(f"{name}+block4+stochastic" for name in FORMATS[1:])}
+    merged = merge_runs(expand_grid(grid(), BASE)).runs
+    assert sum(run.parent is None for run in merged) == 2 * 3
+    formats = {run_id(run): run.quantization for run in merged}
+    assert all(formats[run.parent] == run.quantization for run in merged if run.parent)
+
+
+REFUSED = [
+    ({"formats": ["none", "int3"]}, {}, "grid.formats contains 'int3'; it must be one of none, fp8_e4m3, .*, or three"),
+    ({"formats": ["int8/int8"]}, {}, "grid.formats contains 'int8/int8'; it must be one of .* such as int4/int8/none"),
+    ({"formats": ["none"]}, {}, r"grid.formats is \[none\]; it must contain a format other than none"),
+    ({"formats": []}, {}, r"grid.formats is \[\]; it must contain a format other than none"),
+    ({"formats": ["int8", "int8"]}, {}, "grid.formats contains 'int8' more than once"),
+    ({}, {"activations": "int8"}, "quantization.activations is int8, but a grid of kind precision sets the formats"),
+]
+
+
+@pytest.mark.parametrize(("points", "settings", "sentence"), REFUSED)
+def test_bad_precision_grids_are_refused_in_one_sentence(
+    points: dict[str, Any], settings: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence) as error:
+        expand_grid(grid(**points), replace(BASE, quantization=QuantizationConfig(**settings)))
+    assert "\n" not in str(error.value)
+
+
+def test_the_plan_of_the_command_shows_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["+grid=precision", *SMOKE[1:], "data.max_bytes=100000", f"output_root={tmp_path}", "dry_run=true"]
+    assert sweep_main([*command, "grid.formats=[none,int4/int8/none]", "grid.sizes=[1e4]"]) == 0
+    output = capsys.readouterr().out
+    assert {line.split()[8] for line in output.splitlines() if "K  " in line} == {"formats", "none", "int4/int8/none"}
+    assert sweep_main([*command, "quantization.weights=int8"]) == 2
+    assert "list the format in grid.formats" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
+    config = make_config(grid(sizes=[1e4, 2e4, 4e4], tokens=[204800, 409600, 819200], seeds=[0, 1]))
+    sweep = write_sweep(tmp_path_factory.mktemp("precision") / "precision", config)
+    finish(sweep)
+    for run in sweep.runs():
+        summary = dict(run.summary() or {})
+        summary["val_loss"] *= COST[run.config().quantization.label or "unquantized"]
+        write_json(run.path / "summary.json", summary)
+    write_results(sweep)
+    return sweep
+
+
+def test_a_table_keeps_formats_apart_and_the_main_law_is_of_the_unquantized_runs(finished: SweepDirectory) -> None:
+    table = build_table(finished)
+    assert set(table["recipe"]) == {*COST}
+    rows = table[table["recipe"] == "int4/int8/none"]
+    columns = {name: set(rows[name]) for name in rows if str(name).endswith(("_format", "_bits"))}
+    assert len(columns) == 6
+    assert [columns[f"{name}_format"] for name in PASSES] == [{"int4"}, {"int8"}, {"none"}]
+    assert columns["gradients_bits"] == {32.0}
+    assert 4 <= min(columns["weights_bits"]) < 5
+    law = json.loads((finished.path / "fit" / "law.json").read_text())
+    assert (law["runs"], [one["recipe"] for one in law["recipes"]]) == (18, [*COST])
+    plain = fit.ChinchillaLaw().fit(fit.read_table(table[table["recipe"] == "unquantized"]))
+    assert law["law"]["E"] == pytest.approx(plain.constants_["E"], rel=1e-3)
+    assert "number formats" in " ".join(warning["message"] for warning in law["warnings"])
+
+
+def test_two_formats_of_a_sweep_are_compared_by_name(isoflop: Isoflop, finished: SweepDirectory) -> None:
+    sides = []
+    for names in ([], ["int8"], ["none", "int4/int8/none"], ["int4/int8/none", "int8"]):
+        code, output, error = isoflop("compare", finished.path, *names, "--json")
+        assert code == 0, error
+        sides.append([(one["base"], one["variant"]) for one in json.loads(output)])
+    int4, int8 = "int4/int8/none", "int8"
+    assert sides == [
+        [("unquantized", int8), ("unquantized", int4)],
+        [("unquantized", int8)],
+        [("unquantized", int4)],
+        [(int4, int8)],
+    ]
+    assert json.loads(output)[0]["multipliers"][1]["value"] > 1
+    for arguments, sentence in (
+        ([finished.path, "int3"], "'int3' is neither a sweep or table nor one of the number formats of .*unquantized, "),
+        ([finished.path, finished.path / "table.csv"], "has the number formats unquantized, .* `isoflop compare"),
+    ):
+        code, _, error = isoflop("compare", *arguments)
+        assert code == 2
+        assert re.search(sentence, " ".join(error.split()))
+
+
+def test_other_commands_on_a_sweep_of_formats(isoflop: Isoflop, finished: SweepDirectory, tmp_path: Path) -> None:
+    code, _, error = isoflop("suggest", finished.path, "--budget", "1e13")
+    assert code == 2
+    assert "has the number formats unquantized, int8, int4/int8/none; a law describes one" in " ".join(error.split())
+    for command in ("status", "doctor"):
+        assert isoflop(command, finished.path)[0] == 0
+    code, output, error = isoflop("extend", finished.path, "grid.formats=[none,int8,mxfp4]", "dry_run=true")
+    assert code == 0, error
+    assert re.findall(r"^N .* D 819k (\S+)$", output, re.MULTILINE) == ["mxfp4"] * 6
+    code, output, error = isoflop("forecast", finished.path, "--target", "N=1e5,D=2e6", "--json")
+    expected = fit.forecast(unquantized := build_table(finished).query("recipe == 'unquantized'"), [1e5], [2e6])
+    assert len(unquantized) == 18
+    assert json.loads(output)["forecasts"][0]["loss"] == pytest.approx(expected["loss"][0])
+    add = next(run for run in finished.runs() if run.config().quantization.label == "int8")
+    config = add.config()
+    for label, changed in (("int8", {}), ("mxfp4", {"activations": "mxfp4"})):
+        ...
+
+
+def test_a_product_of_formats_is_kept_apart_too(tmp_path: Path) -> None:
+    axes = {"quantization": {"weights": ["none", "int8"], "block": [None]}, "tokens": [102400, 204800]}
+    sweep = write_sweep(tmp_path / "product", make_config(ProductGrid(axes=axes)))
+    finish(sweep)
+    assert set(build_table(sweep)["recipe"]) == {"unquantized", "int8/none/none"}
