@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +36,7 @@ def analyze(
     law: Law | None = None,
     convention: str = "table",
     intervals: str = "mixture",
+    speedup: Mapping[str, float] | None = None,
 ) -> Analysis:
     """Fit the isoFLOP, envelope and parametric approaches to finished runs, a RunTable or DataFrame.
 
@@ -53,6 +54,8 @@ def analyze(
         How FLOPs are counted: "table" (as in the table) or "6nd".
     intervals
         "mixture" also fits a mixture of law forms, which becomes the main answer; "noise" does not.
+    speedup
+        How many times as fast as unquantized runs number formats train, by format.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
     check_resampling(bootstrap, seed, minimum=0)

@@ -30,10 +30,9 @@ class PrecisionGrid(LadderGrid):
 
     def _quantizations(self, base: QuantizationConfig) -> list[QuantizationConfig]:
         """Return the unquantized setting, then that of each format, with the block, rounding and rotation of `base`."""
-        if base.label:
-            name = next(name for name in PASSES if getattr(base, name) != "none")
-            problem = f"quantization.{name} is {getattr(base, name)}, but a grid of kind {self.kind} sets the formats"
-            raise UserError(f"{problem}; leave it out, and list the format in grid.formats")
+        for name, value in zip(PASSES, base.formats, strict=True):
+            if value != "none":
+                raise UserError(f"quantization.{name} is {value}; leave it out, and list the formats in grid.formats")
         result = {"": QuantizationConfig()}
         for name in self.formats:
             parts = name.split("/") if "/" in name else [name] * len(PASSES)
@@ -41,9 +40,7 @@ class PrecisionGrid(LadderGrid):
                 accepted = f"it must be one of {', '.join(FORMATS)}, or three of them, such as int4/int8/none"
                 raise UserError(f"grid.formats contains {name!r}; {accepted}")
             chosen = replace(base, **dict(zip(PASSES, parts, strict=True)))
-            if chosen.label:
-                result[chosen.label] = chosen
+            result.setdefault(chosen.label, chosen)
         if len(result) == 1:
-            problem = f"grid.formats is [{','.join(self.formats)}]"
-            raise UserError(f"{problem}; it must contain a format other than none, such as [none,int8,mxfp4]")
+            raise UserError(f"grid.formats is [{', '.join(self.formats)}]; it must contain a format other than none")
         return [*result.values()]

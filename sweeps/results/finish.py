@@ -49,17 +49,23 @@ SOURCES = (
 MADE = ("*.csv", "tuning.yaml", COSTS, "fit/law.json", "fit/*.html", "fit/*.png")
 
 
-def write_results(sweep: SweepDirectory, targets: list[float] | None = None, force: bool = False) -> dict[str, Any]:
+def write_results(
+    sweep: SweepDirectory,
+    targets: list[float] | None = None,
+    force: bool = False,
+    speedup: dict[str, float] | None = None,
+) -> dict[str, Any]:
     """Write table.csv, costs.json, fit/law.json and the pages if they are out of date. Returns the laws.
 
     Args:
         targets: FLOP budgets to extrapolate to; None: those of the sweep's config.
         force: Write even what is up to date.
+        speedup: How many times as fast as unquantized runs formats train, by format.
 
     Raises:
         UserError: no run is done.
     """
-    digest, law, inputs = _digest(sweep, targets), None, sweep.path / "fit" / INPUTS
+    digest, law, inputs = _digest(sweep, targets, speedup), None, sweep.path / "fit" / INPUTS
     if not force and read_json(inputs) == {"digest": digest, "made": _stamps(sweep, MADE)}:
         law = read_json(sweep.path / "fit" / "law.json")
     if law is not None:
@@ -67,7 +73,7 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, for
         law = {name: value for name, value in law.items() if name not in hidden}
     else:
         try:
-            law = _analyze(sweep, targets)
+            law = _analyze(sweep, targets, speedup)
         except UserError:
             raise  # nothing to fit yet
         except Exception as error:
@@ -79,11 +85,11 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, for
     return law
 
 
-def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
+def _digest(sweep: SweepDirectory, *asked: Any) -> str:
     """Hash the inputs of the results: code by content, the runs' files by size and time."""
     root, digest = (
         Path(__file__).resolve().parents[2],
-        hashlib.sha256(repr((targets, _stamps(sweep, SOURCES))).encode()),
+        hashlib.sha256(repr((asked, _stamps(sweep, SOURCES))).encode()),
     )
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in CODE):
         digest.update(path.read_bytes())
@@ -96,7 +102,7 @@ def _stamps(sweep: SweepDirectory, patterns: tuple[str, ...]) -> dict[str, list[
     return {str(path.relative_to(sweep.path)): [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}
 
 
-def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, Any]:
+def _analyze(sweep: SweepDirectory, targets: list[float] | None, speedup: dict[str, float] | None) -> dict[str, Any]:
     from ... import fit
     from ...fit.laws.registry import loss_law
 
@@ -119,7 +125,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     budgets = targets or options.targets or [largest * factor for factor in (10.0, 100.0, 1000.0)]
     law = loss_law(options.form, objective=options.objective)
     asked = (tuple(budgets), options.bootstrap, 0, law)
-    analysis, ended = fit.analyze(runs, *asked, intervals=options.intervals), fit.read_table(table)
+    analysis, ended = fit.analyze(runs, *asked, intervals=options.intervals, speedup=speedup), fit.read_table(table)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command") or ())
     provenance["preflight"] = "; ".join(summary(*node) for node in read_record(sweep).nodes.items()) or None

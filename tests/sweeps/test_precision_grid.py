@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from fake_sweep import finish, make_config, write_sweep
 from isoflop import fit
 from isoflop.sweeps.entry import sweep_main
-from isoflop.sweeps.grid import extend
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.grid.ladder import LadderGrid
 from isoflop.sweeps.grid.precision import PrecisionGrid
@@ -22,7 +20,7 @@ from isoflop.sweeps.grid.product import ProductGrid
 from isoflop.sweeps.plan.trunks import merge_runs
 from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.results.table import build_table
-from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train.config import PASSES, ModelConfig, QuantizationConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
@@ -61,7 +59,7 @@ REFUSED = [
     ({"formats": ["none"]}, {}, r"grid.formats is \[none\]; it must contain a format other than none"),
     ({"formats": []}, {}, r"grid.formats is \[\]; it must contain a format other than none"),
     ({"formats": ["int8", "int8"]}, {}, "grid.formats contains 'int8' more than once"),
-    ({}, {"activations": "int8"}, "quantization.activations is int8, but a grid of kind precision sets the formats"),
+    ({}, {"activations": "int8"}, "quantization.activations is int8; leave it out, and"),
 ]
 
 
@@ -80,12 +78,12 @@ def test_the_plan_of_the_command_shows_formats(tmp_path: Path, capsys: pytest.Ca
     output = capsys.readouterr().out
     assert {line.split()[8] for line in output.splitlines() if "K  " in line} == {"formats", "none", "int4/int8/none"}
     assert sweep_main([*command, "quantization.weights=int8"]) == 2
-    assert "list the format in grid.formats" in capsys.readouterr().err
+    assert "list the formats in grid.formats" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
-    config = make_config(grid(sizes=[1e4, 2e4, 4e4], tokens=[204800, 409600, 819200], seeds=[0, 1]))
+    config = make_config(grid(sizes=[1e4, 2e4, 4e4], tokens=[409600, 819200, 1638400], seeds=[0, 1]))
     sweep = write_sweep(tmp_path_factory.mktemp("precision") / "precision", config)
     finish(sweep)
     for run in sweep.runs():
@@ -127,8 +125,11 @@ def test_two_formats_of_a_sweep_are_compared_by_name(isoflop: Isoflop, finished:
     ]
     assert json.loads(output)[0]["multipliers"][1]["value"] > 1
     for arguments, sentence in (
-        ([finished.path, "int3"], "'int3' is neither a sweep or table nor one of the number formats of .*unquantized, "),
-        ([finished.path, finished.path / "table.csv"], "has the number formats unquantized, .* `isoflop compare"),
+        (
+            [finished.path, "int3"],
+            "'int3' is neither a sweep or table nor one of the number formats of .*unquantized",
+        ),
+        ([finished.path, finished.path / "table.csv"], "some have several variants or number formats"),
     ):
         code, _, error = isoflop("compare", *arguments)
         assert code == 2
@@ -143,15 +144,22 @@ def test_other_commands_on_a_sweep_of_formats(isoflop: Isoflop, finished: SweepD
         assert isoflop(command, finished.path)[0] == 0
     code, output, error = isoflop("extend", finished.path, "grid.formats=[none,int8,mxfp4]", "dry_run=true")
     assert code == 0, error
-    assert re.findall(r"^N .* D 819k (\S+)$", output, re.MULTILINE) == ["mxfp4"] * 6
-    code, output, error = isoflop("forecast", finished.path, "--target", "N=1e5,D=2e6", "--json")
-    expected = fit.forecast(unquantized := build_table(finished).query("recipe == 'unquantized'"), [1e5], [2e6])
-    assert len(unquantized) == 18
-    assert json.loads(output)["forecasts"][0]["loss"] == pytest.approx(expected["loss"][0])
-    add = next(run for run in finished.runs() if run.config().quantization.label == "int8")
-    config = add.config()
-    for label, changed in (("int8", {}), ("mxfp4", {"activations": "mxfp4"})):
-        ...
+    assert re.findall(r"^N .* D 1.64M (\S+)$", output, re.MULTILINE) == ["mxfp4"] * 6
+    table, longer = build_table(finished), replace(finished.runs()[0].config(), tokens=3_276_800, parent=None)
+    targets: dict[str, Any] = {"unquantized": "N=1e5,D=2e6"}
+    for name in ("int8", "mxfp4"):
+        targets[name] = tmp_path / name
+        formats = dict.fromkeys(PASSES, name)
+        RunDirectory(targets[name]).freeze(replace(longer, quantization=QuantizationConfig(**formats)))
+    for name in ("unquantized", "int8"):
+        (forecast,) = json.loads(isoflop("forecast", finished.path, "--target", targets[name], "--json")[1])[
+            "forecasts"
+        ]
+        alone = fit.forecast(table[table["recipe"] == name], [forecast["N"]], [forecast["D"]])
+        assert forecast["loss"] == pytest.approx(alone["loss"][0])
+    code, _, error = isoflop("forecast", finished.path, "--target", targets["mxfp4"])
+    assert code == 2
+    assert "a run of mxfp4; finished are runs of unquantized, int8" in " ".join(error.split())
 
 
 def test_a_product_of_formats_is_kept_apart_too(tmp_path: Path) -> None:
