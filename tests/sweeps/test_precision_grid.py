@@ -75,8 +75,7 @@ def test_bad_precision_grids_are_refused_in_one_sentence(
 def test_the_plan_of_the_command_shows_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["+grid=precision", *SMOKE[1:], "data.max_bytes=100000", f"output_root={tmp_path}", "dry_run=true"]
     assert sweep_main([*command, "grid.formats=[none,int4/int8/none]", "grid.sizes=[1e4]"]) == 0
-    output = capsys.readouterr().out
-    assert {line.split()[8] for line in output.splitlines() if "K  " in line} == {"formats", "none", "int4/int8/none"}
+    assert {"formats", "none", "int4/int8/none"} <= {*capsys.readouterr().out.split()}
     assert sweep_main([*command, "quantization.weights=int8"]) == 2
     assert "list the formats in grid.formats" in capsys.readouterr().err
 
@@ -111,24 +110,20 @@ def test_a_table_keeps_formats_apart_and_the_main_law_is_of_the_unquantized_runs
 
 
 def test_two_formats_of_a_sweep_are_compared_by_name(isoflop: Isoflop, finished: SweepDirectory) -> None:
-    sides = []
-    for names in ([], ["int8"], ["none", "int4/int8/none"], ["int4/int8/none", "int8"]):
+    plain, int8, int4 = COST
+    for names, sides in (
+        ([], [(plain, int8), (plain, int4)]),
+        ([int8], [(plain, int8)]),
+        (["none", int4], [(plain, int4)]),
+        ([int4, int8], [(int4, int8)]),
+    ):
         code, output, error = isoflop("compare", finished.path, *names, "--json")
         assert code == 0, error
-        sides.append([(one["base"], one["variant"]) for one in json.loads(output)])
-    int4, int8 = "int4/int8/none", "int8"
-    assert sides == [
-        [("unquantized", int8), ("unquantized", int4)],
-        [("unquantized", int8)],
-        [("unquantized", int4)],
-        [(int4, int8)],
-    ]
+        assert [(one["base"], one["variant"]) for one in json.loads(output)] == sides
     assert json.loads(output)[0]["multipliers"][1]["value"] > 1
+    assert json.loads(output)[0]["multipliers"][1]["seconds"] is None
     for arguments, sentence in (
-        (
-            [finished.path, "int3"],
-            "'int3' is neither a sweep or table nor one of the number formats of .*unquantized",
-        ),
+        ([finished.path, "int3"], "'int3' is neither a sweep or table nor one of the number formats of .*unquantized"),
         ([finished.path, finished.path / "table.csv"], "some have several variants or number formats"),
     ):
         code, _, error = isoflop("compare", *arguments)
@@ -148,13 +143,13 @@ def test_other_commands_on_a_sweep_of_formats(isoflop: Isoflop, finished: SweepD
     table, longer = build_table(finished), replace(finished.runs()[0].config(), tokens=3_276_800, parent=None)
     targets: dict[str, Any] = {"unquantized": "N=1e5,D=2e6"}
     for name in ("int8", "mxfp4"):
-        targets[name] = tmp_path / name
-        formats = dict.fromkeys(PASSES, name)
-        RunDirectory(targets[name]).freeze(replace(longer, quantization=QuantizationConfig(**formats)))
+        run = replace(longer, quantization=QuantizationConfig(**dict.fromkeys(PASSES, name)))
+        targets[name] = tmp_path / run_id(run)
+        RunDirectory(targets[name]).freeze(run)
     for name in ("unquantized", "int8"):
-        (forecast,) = json.loads(isoflop("forecast", finished.path, "--target", targets[name], "--json")[1])[
-            "forecasts"
-        ]
+        code, output, error = isoflop("forecast", finished.path, "--target", targets[name], "--json")
+        assert code == 0, error
+        (forecast,) = json.loads(output)["forecasts"]
         alone = fit.forecast(table[table["recipe"] == name], [forecast["N"]], [forecast["D"]])
         assert forecast["loss"] == pytest.approx(alone["loss"][0])
     code, _, error = isoflop("forecast", finished.path, "--target", targets["mxfp4"])
