@@ -299,15 +299,16 @@ class QuantizationConfig:
     hadamard: bool = later(False)  # rotate every block of both factors of a product before they are rounded
 
     @property
-    def formats(self) -> tuple[str, str, str]:
-        return self.weights, self.activations, self.gradients
+    def formats(self) -> dict[str, str]:
+        return {name: getattr(self, name) for name in PASSES}
 
     @property
     def label(self) -> str:
         """Return the formats' short name, such as int8, or int4/int8/none+stochastic; empty if all are none."""
-        if set(self.formats) == {"none"}:
+        formats = [*self.formats.values()]
+        if {*formats} == {"none"}:
             return ""
-        name = self.weights if len(set(self.formats)) == 1 else "/".join(self.formats)
+        name = self.weights if len({*formats}) == 1 else "/".join(formats)
         block = "" if self.block is None else f"+block{self.block}"
         return name + block + "+stochastic" * (self.rounding == "stochastic") + "+hadamard" * self.hadamard
 
@@ -315,9 +316,9 @@ class QuantizationConfig:
         """Return weights_format, weights_bits and so on, for tables. Bits are per number, with its share of scales."""
         from .quantization.bits import bits
 
-        formats = dict(zip(PASSES, self.formats, strict=True))
-        sizes = {name: bits(precision if f == "none" else f, self.block) for name, f in formats.items()}
-        return {f"{name}_format": f for name, f in formats.items()} | {f"{name}_bits": b for name, b in sizes.items()}
+        sizes = {name: bits(precision if f == "none" else f, self.block) for name, f in self.formats.items()}
+        names = {f"{name}_format": f for name, f in self.formats.items()}
+        return names | {f"{name}_bits": size for name, size in sizes.items()}
 
 
 @dataclass

@@ -30,7 +30,7 @@ class PrecisionGrid(LadderGrid):
 
     def _quantizations(self, base: QuantizationConfig) -> list[QuantizationConfig]:
         """Return the unquantized setting, then that of each format, with the block, rounding and rotation of `base`."""
-        for name, value in zip(PASSES, base.formats, strict=True):
+        for name, value in base.formats.items():
             if value != "none":
                 raise UserError(f"quantization.{name} is {value}; leave it out, and list the formats in grid.formats")
         result = {"": QuantizationConfig()}
@@ -39,7 +39,8 @@ class PrecisionGrid(LadderGrid):
             if len(parts) != len(PASSES) or not {*parts} <= {*FORMATS}:
                 accepted = f"it must be one of {', '.join(FORMATS)}, or three of them, such as int4/int8/none"
                 raise UserError(f"grid.formats contains {name!r}; {accepted}")
-            chosen = replace(base, **dict(zip(PASSES, parts, strict=True)))
+            weights, activations, gradients = parts
+            chosen = replace(base, weights=weights, activations=activations, gradients=gradients)
             result.setdefault(chosen.label, chosen)
         if len(result) == 1:
             raise UserError(f"grid.formats is [{', '.join(self.formats)}]; it must contain a format other than none")
