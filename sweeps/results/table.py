@@ -45,9 +45,8 @@ CONFIGURED = {
 }
 CURVE = ["run_id", "step", "tokens", "flops", "lr", "batch", "N", "loss", "val_loss"]  # columns of curves.csv
 CURVE_ROWS = 400  # rows of a run in addition to its validated steps
-# Columns that only a sweep with mixtures of experts has.
+# Columns that only a sweep with mixtures of experts has, or one with simulated number formats.
 OF_EXPERTS = ("experts", "experts_per_token", "shared_experts", "load_max", "load_entropy", "dead_experts")
-# Columns that only a sweep with simulated number formats has.
 OF_FORMATS = tuple(f"{name}_{kind}" for kind in ("format", "bits") for name in PASSES)
 
 

@@ -28,7 +28,6 @@ from small_runs import SMOKE
 
 Isoflop = Callable[..., tuple[int, str, str]]
 FORMATS = ["none", "int8", "int4/int8/none"]
-LABELS = ["", *FORMATS[1:]]
 BASE = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
 COST = {"unquantized": 1.0, "int8": 1.05, "int4/int8/none": 1.1}  # factors of the loss
 
@@ -41,23 +40,21 @@ def test_every_point_has_every_format_and_the_unquantized_runs_are_those_of_a_la
     ladder = expand_grid(LadderGrid(sizes=[1e4, 3e4], tokens=[409600, 819200]), BASE)
     for formats in (FORMATS, FORMATS[1:]):
         runs = expand_grid(grid(formats=formats), BASE)
-        assert [run.quantization.label for run in runs] == LABELS * 4
+        assert [run.quantization.label for run in runs] == ["", *FORMATS[1:]] * 4
         assert [(run_id(run), run.name) for run in runs[::3]] == [(run_id(run), run.name) for run in ladder]
         assert [run.name for run in runs[1:3]] == [f"{ladder[0].name}_int8", f"{ladder[0].name}_int4/int8/none"]
-    settings = QuantizationConfig(rounding="stochastic", block=4)
-    runs = expand_grid(grid(), replace(BASE, quantization=settings))
-    assert {run.quantization.label for run in runs} == {"", *(f"{name}+block4+stochastic" for name in FORMATS[1:])}
+    runs = expand_grid(grid(), replace(BASE, quantization=QuantizationConfig(block=4)))
+    assert [run.quantization.label for run in runs[:3]] == ["", "int8+block4", "int4/int8/none+block4"]
     merged = merge_runs(expand_grid(grid(), BASE)).runs
     assert sum(run.parent is None for run in merged) == 2 * 3
-    formats = {run_id(run): run.quantization for run in merged}
-    assert all(formats[run.parent] == run.quantization for run in merged if run.parent)
+    by_id = {run_id(run): run for run in merged}
+    assert all(by_id[run.parent].quantization == run.quantization for run in merged if run.parent)
 
 
 REFUSED = [
     ({"formats": ["none", "int3"]}, {}, "grid.formats contains 'int3'; it must be one of none, fp8_e4m3, .*, or three"),
     ({"formats": ["int8/int8"]}, {}, "grid.formats contains 'int8/int8'; it must be one of .* such as int4/int8/none"),
     ({"formats": ["none"]}, {}, r"grid.formats is \[none\]; it must contain a format other than none"),
-    ({"formats": []}, {}, r"grid.formats is \[\]; it must contain a format other than none"),
     ({"formats": ["int8", "int8"]}, {}, "grid.formats contains 'int8' more than once"),
     ({}, {"activations": "int8"}, "quantization.activations is int8; leave it out, and"),
 ]
@@ -76,8 +73,6 @@ def test_the_plan_of_the_command_shows_formats(tmp_path: Path, capsys: pytest.Ca
     command = ["+grid=precision", *SMOKE[1:], "data.max_bytes=100000", f"output_root={tmp_path}", "dry_run=true"]
     assert sweep_main([*command, "grid.formats=[none,int4/int8/none]", "grid.sizes=[1e4]"]) == 0
     assert {"formats", "none", "int4/int8/none"} <= {*capsys.readouterr().out.split()}
-    assert sweep_main([*command, "quantization.weights=int8"]) == 2
-    assert "list the formats in grid.formats" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +81,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
     sweep = write_sweep(tmp_path_factory.mktemp("precision") / "precision", config)
     finish(sweep)
     for run in sweep.runs():
-        summary = dict(run.summary() or {})
-        summary["val_loss"] *= COST[run.config().quantization.label or "unquantized"]
-        write_json(run.path / "summary.json", summary)
+        summary = run.summary() or {}
+        loss = summary["val_loss"] * COST[run.config().quantization.label or "unquantized"]
+        write_json(run.path / "summary.json", {**summary, "val_loss": loss})
     write_table(sweep, {})
     return sweep
 
@@ -97,8 +92,7 @@ def test_a_table_keeps_formats_apart_and_the_main_law_is_of_the_unquantized_runs
     table = build_table(finished)
     assert set(table["recipe"]) == {*COST}
     (last,) = table[table["recipe"] == "int4/int8/none"].filter(regex="_format$|_bits$").drop_duplicates().to_numpy()
-    assert [*last[:3]] == ["int4", "int8", "none"]
-    assert last[3:] == pytest.approx([4.25, 8.25, 32.0])
+    assert [*last] == ["int4", "int8", "none", 4.25, 8.25, 32.0]
     analysis = fit.analyze(fit.read_table(finished.path), bootstrap=0, intervals="noise")
     assert (len(analysis.table), [law.recipe for law in analysis.recipes]) == (18, [*COST])
     assert any("of 3 number formats" in warning.message for warning in analysis.warnings)
@@ -112,21 +106,18 @@ def test_two_formats_of_a_sweep_are_compared_by_name(isoflop: Isoflop, finished:
         (comparison,) = json.loads(output)
         assert (comparison["base"], comparison["variant"]) == (base, variant)
     assert comparison["multipliers"][1]["value"] > 1
-    for arguments, sentence in (
-        ([finished.path, "int3"], "'int3' is neither a sweep or table nor one of the number formats of .*unquantized"),
-        ([finished.path, finished.path / "table.csv"], "some have several variants or number formats"),
+    for other, sentence in (
+        ("int3", "'int3' is neither a sweep or table nor one of the number formats of .*unquantized"),
+        (finished.path / "table.csv", "some have several variants or number formats"),
     ):
-        code, _, error = isoflop("compare", *arguments)
-        assert code == 2
-        assert re.search(sentence, " ".join(error.split()))
+        code, _, error = isoflop("compare", finished.path, other)
+        assert (code, bool(re.search(sentence, " ".join(error.split())))) == (2, True)
 
 
 def test_other_commands_on_a_sweep_of_formats(isoflop: Isoflop, finished: SweepDirectory, tmp_path: Path) -> None:
-    code, _, error = isoflop("suggest", finished.path, "--budget", "1e13")
-    assert code == 2
+    error = isoflop("suggest", finished.path, "--budget", "1e13")[2]
     assert "has the number formats unquantized, int8, int4/int8/none; a law describes one" in " ".join(error.split())
-    code, output, error = isoflop("extend", finished.path, "grid.formats=[none,int8,mxfp4]", "dry_run=true")
-    assert code == 0, error
+    output = isoflop("extend", finished.path, "grid.formats=[none,int8,mxfp4]", "dry_run=true")[1]
     assert re.findall(r"^N .* D 1.64M (\S+)$", output, re.MULTILINE) == ["mxfp4"] * 6
     longer = replace(finished.runs()[0].config(), tokens=3_276_800, parent=None)
     targets, losses = {"unquantized": f"N={count_parameters(longer.model).N_active},D={longer.D}"}, []
@@ -135,12 +126,10 @@ def test_other_commands_on_a_sweep_of_formats(isoflop: Isoflop, finished: SweepD
         targets[name] = str(tmp_path / run_id(run))
         RunDirectory(targets[name]).freeze(run)
     for name in ("unquantized", "int8"):
-        code, output, error = isoflop("forecast", finished.path, "--target", targets[name], "--json")
-        assert code == 0, error
+        output = isoflop("forecast", finished.path, "--target", targets[name], "--json")[1]
         losses.append(json.loads(output)["forecasts"][0]["loss"])
     assert losses[1] / losses[0] == pytest.approx(COST["int8"], abs=0.02)
-    code, _, error = isoflop("forecast", finished.path, "--target", targets["mxfp4"])
-    assert code == 2
+    error = isoflop("forecast", finished.path, "--target", targets["mxfp4"])[2]
     assert re.search("a run of mxfp4; .* has finished runs of unquantized, int8", " ".join(error.split()))
 
 
