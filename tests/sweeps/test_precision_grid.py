@@ -124,7 +124,7 @@ def test_other_commands_on_a_sweep_of_formats(isoflop: Isoflop, finished: SweepD
     for name in ("int8", "mxfp4"):
         run = replace(longer, quantization=QuantizationConfig(**dict.fromkeys(PASSES, name)))
         targets[name] = str(tmp_path / run_id(run))
-        RunDirectory(targets[name]).freeze(run)
+        RunDirectory(Path(targets[name])).freeze(run)
     for name in ("unquantized", "int8"):
         output = isoflop("forecast", finished.path, "--target", targets[name], "--json")[1]
         losses.append(json.loads(output)["forecasts"][0]["loss"])
