@@ -16,11 +16,11 @@ from ..hardware import on_gpu
 from .bits import FORMATS, Format
 from .bits import bits as bits  # one module for users
 from .bits import block_of as block_of
-from .noise import Keys, draw
+from .noise import UNIT, Keys, draw
 
 EXPONENT = 0x7F800000  # bits of an fp32 number that hold its exponent
 TINY = 2.0**-126  # smallest normal fp32 number; the scale of a block of zeros
-AT_A_TIME = 1 << 16  # numbers that stay in a CPU core's cache; chosen by timing
+AT_A_TIME = 1 << 17  # numbers that stay in a CPU core's cache; chosen by timing
 
 
 def fake_quantize(values: Tensor, format: str, block: int, noise: Keys | None = None, hadamard: bool = False) -> Tensor:
@@ -52,40 +52,46 @@ def _quantized(
     values: Tensor, format: str, block: int, keys: Tensor | None, columns: Tensor | None, hadamard: bool
 ) -> Tensor:
     rows, out = values.detach().flatten(0, -2), torch.empty_like(values, memory_format=torch.contiguous_format)
-    width, numbers = rows.shape[-1], FORMATS[format]
+    width, numbers, targets = rows.shape[-1], FORMATS[format], out.view(rows.shape)
     count = max(1, len(rows) if on_gpu(values) else AT_A_TIME // width)
     whole = width // block * block  # of the row, in full blocks
+    parts = [(slice(0, whole), block), (slice(whole, width), width - whole)]
     for first in range(0, len(rows), count):
         some = slice(first, first + count)
         noise = None if keys is None or columns is None else draw(keys[some], columns)
-        for part, size in ((slice(0, whole), block), (slice(whole, width), width - whole)):
-            if size and part.start < part.stop:
-                x = rows[some, part].reshape(-1, size).float()
-                noises = None if noise is None else noise[:, part].reshape(-1, size)
-                x = _rounded(_rotated(x) if hadamard else x, numbers, noises)
-                target = out.view(rows.shape)[some, part]
-                target.copy_((_rotated(x) if hadamard else x).view(target.shape))
+        for part, size in ((part, size) for part, size in parts if part.start < part.stop):
+            x, target = rows[some, part].reshape(-1, size).float(), targets[some, part]
+            noises = None if noise is None else noise[:, part].reshape(-1, size)
+            if hadamard:
+                target.copy_(_rotated(_rounded(_rotated(x), numbers, noises)).view(target.shape))
+            elif target.is_contiguous() and target.dtype == torch.float32:
+                _rounded(x, numbers, noises, target.view(-1, size))
+            else:
+                target.copy_(_rounded(x, numbers, noises).view(target.shape))
     return out
 
 
-def _rounded(rows: Tensor, numbers: Format, noise: Tensor | None) -> Tensor:
-    """Quantize rows (n, block), fp32, each with its scale."""
-    scale = _scales(rows, numbers, noise is not None)
-    y = (rows * scale.reciprocal()).clamp_(-numbers.largest, numbers.largest)
-    if numbers.mantissa is None:
-        y = (y if noise is None else y.add_(noise)).round_()
-        return y.mul_(scale)
-    # A step is 2^-mantissa of the power of two below the value, or below the smallest normal number.
-    step = (y.view(torch.int32) & EXPONENT).view(torch.float32).clamp_min_(2.0**numbers.smallest)
-    if noise is not None:
-        y.addcmul_(noise, step, value=2.0**-numbers.mantissa)
-    step.mul_(1.5 * 2.0 ** (23 - numbers.mantissa))
-    return y.add_(step).sub_(step).mul_(scale)
-
-
-def _scales(rows: Tensor, numbers: Format, whole: bool) -> Tensor:
-    """Return what each row (n, block) is divided by, (n, 1) fp32; if `whole`, no number is then too large."""
+def _rounded(rows: Tensor, numbers: Format, noise: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Quantize rows (n, block), fp32, each with its scale. `noise`: from `draw`, the same shape."""
     magnitudes = rows.abs()
+    scale = _scales(magnitudes, numbers, noise is not None)
+    y = torch.mul(rows, scale.reciprocal(), out=out)
+    if numbers.mantissa is None:
+        y = (y if noise is None else y.add_(noise, alpha=UNIT)).round_()
+    else:
+        # A step is 2^-mantissa of the power of two below the value, or below the smallest normal number.
+        power = _power(y, out=magnitudes).clamp_min_(2.0**numbers.smallest)
+        if noise is not None:
+            y.addcmul_(noise, power, value=UNIT * 2.0**-numbers.mantissa)
+        steps = 1.5 * 2.0 ** (23 - numbers.mantissa)
+        y.add_(power, alpha=steps).sub_(power, alpha=steps)
+    if noise is not None or numbers.scale in ("power", "mean"):  # else the scale lets nothing round to more
+        y.clamp_(-numbers.largest, numbers.largest)
+    return y.mul_(scale)
+
+
+def _scales(magnitudes: Tensor, numbers: Format, whole: bool) -> Tensor:
+    """Return what each row (n, block) is divided by, (n, 1) fp32; if `whole`, no number is then too large."""
     largest = magnitudes.amax(-1, keepdim=True)
     match numbers.scale:
         case "power" if not whole:  # OCP MX v1.0, section 6.3: 2^(floor(log2 amax) - exponent of the largest number)
@@ -105,9 +111,10 @@ def _scales(rows: Tensor, numbers: Format, whole: bool) -> Tensor:
     return scale.clamp_min_(TINY)
 
 
-def _power(x: Tensor) -> Tensor:
-    """Return the largest power of two that is at most x > 0, fp32."""
-    return (x.view(torch.int32) & EXPONENT).view(torch.float32)
+def _power(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the largest power of two that is at most |x|, fp32; 0 for 0."""
+    bits = torch.bitwise_and(x.view(torch.int32), EXPONENT, out=None if out is None else out.view(torch.int32))
+    return bits.view(torch.float32)
 
 
 def _mean(x: Tensor) -> Tensor:

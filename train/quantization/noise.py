@@ -15,11 +15,11 @@ from torch import Tensor
 
 Keys = tuple[Tensor, Tensor]  # of rows (…, m) and of columns (n,), int32
 
-# Multipliers of splitmix64 (Steele et al. 2014) as signed numbers, and of a 32-bit hash with two multiplications from
+# Multipliers of splitmix64 (Steele et al. 2014) as signed numbers, and of a 32-bit hash from
 # github.com/skeeto/hash-prospector. Products wrap around.
 GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-THIRD, FOURTH = 0x21F0AAAD, 0x735A2D97
-UNIT = 2.0**-32 * (1 - 2.0**-24)  # maps int32 into (-1/2, 1/2)
+THIRD = 0x21F0AAAD
+UNIT = 2.0**-32  # a power of two, so that products with it are exact
 
 
 class Noise:
@@ -40,22 +40,25 @@ class Noise:
         position = torch.arange(tokens.shape[1], device=tokens.device)
         texts = _mixed(tokens * GOLDEN + position).sum(1, keepdim=True)
         keys = _mixed(_mixed(texts + self.seed) + self.step)
-        self.rows = self.own(_mixed(keys + GOLDEN * position) >> 32, 1).flatten().to(torch.int32)
+        self.rows = self.own(_key(keys + GOLDEN * position), 1).flatten()
 
 
 def column_keys(name: str, columns: Sequence[int] | range, device: torch.device) -> Tensor:
     """Return the keys (n,) of the outputs numbered `columns` of the matrix `name`."""
     numbers = torch.tensor(columns, dtype=torch.int64, device=device)
-    return (_mixed(_mixed(numbers + 1) + zlib.crc32(name.encode())) >> 32).to(torch.int32)
+    return _key(_mixed(numbers + 1) + zlib.crc32(name.encode()))
 
 
 def draw(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return a number from (-1/2, 1/2) for each row and column, from their keys: (…, n) fp32."""
-    x = rows[..., None] + columns
-    for shift, factor in ((16, THIRD), (15, FOURTH)):
-        x ^= x >> shift
-        x *= factor
-    return x.to(torch.float32).mul_(UNIT)
+    """Return a number for each row and column, from their keys: (…, n) fp32. Times `UNIT` it is in [-1/2, 1/2].
+
+    Products of random keys are uniform and pairwise independent in their upper bits (Dietzfelbinger et al. 1997), so
+    that rounding errors average out over tokens. One more round of mixing breaks up their linear structure.
+    """
+    x = rows[..., None] * columns
+    x ^= x >> 15
+    x *= THIRD
+    return x.to(torch.float32)
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -63,3 +66,8 @@ def _mixed(x: Tensor) -> Tensor:
     for shift, factor in ((30, FIRST), (27, SECOND)):
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
     return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def _key(x: Tensor) -> Tensor:
+    """Hash int64 numbers to odd int32 numbers."""
+    return (_mixed(x) >> 32 | 1).to(torch.int32)
