@@ -303,11 +303,15 @@ class QuantizationConfig:
         return {name: getattr(self, name) for name in PASSES}
 
     @property
+    def used(self) -> bool:
+        return any(name != "none" for name in self.formats.values())
+
+    @property
     def label(self) -> str:
         """Return the formats' short name, such as int8, or int4/int8/none+stochastic; empty if all are none."""
-        formats = [*self.formats.values()]
-        if {*formats} == {"none"}:
+        if not self.used:
             return ""
+        formats = [*self.formats.values()]
         name = self.weights if len({*formats}) == 1 else "/".join(formats)
         block = "" if self.block is None else f"+block{self.block}"
         return name + block + "+stochastic" * (self.rounding == "stochastic") + "+hadamard" * self.hadamard

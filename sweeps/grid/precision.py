@@ -26,7 +26,7 @@ class PrecisionGrid(LadderGrid):
             yield from (replace(run, quantization=quantization) for quantization in quantizations)
 
     def notes(self, runs: Sequence[RunConfig], tuner: Tuner) -> list[str]:
-        return super().notes([run for run in runs if not run.quantization.label], tuner)
+        return super().notes([run for run in runs if not run.quantization.used], tuner)
 
     def _quantizations(self, base: QuantizationConfig) -> list[QuantizationConfig]:
         """Return the unquantized setting, then that of each format, with the block, rounding and rotation of `base`."""

@@ -148,18 +148,26 @@ class SplitWeight(nn.Module):
         self.group, self.sequence_parallel = group, sequence_parallel
 
 
-class ColumnLinear(SplitWeight):
+class SplitLinear(SplitWeight):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ColumnLinear(SplitLinear):
     """x W_r^T with this rank's rows of W: (…, i) -> (…, o/tp), or with sequence parallelism (n/tp, i) -> (n, o/tp)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Column.apply(x, self.weight, self.group, self.sequence_parallel)
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _Column.apply(x, weight, self.group, self.sequence_parallel)
 
 
-class RowLinear(SplitWeight):
+class RowLinear(SplitLinear):
     """Sum of x_r W_r^T: (…, i/tp) -> (…, o), or with sequence parallelism (n, i/tp) -> (n/tp, o)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Row.apply(x, self.weight, self.group, self.sequence_parallel)
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _Row.apply(x, weight, self.group, self.sequence_parallel)
 
 
 class _Embedding(torch.autograd.Function):

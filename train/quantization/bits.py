@@ -6,6 +6,7 @@ Deviations from the specifications, each so that a result depends on neither the
   but any exponent. This equals NVFP4 with a power of two as scale of the tensor, unless blocks of a tensor differ by
   more than E4M3's range, 2^14.
 - Scales of FP8, integers and ternary numbers are fp32, one per block, where the papers have one per tensor.
+- Without `quantization.block`, the last block of a row may be shorter than the format's.
 """
 
 from __future__ import annotations
@@ -56,8 +57,5 @@ def bits(format: str, block: int | None = None) -> float:
 
 
 def block_of(format: str, width: int, block: int | None = None) -> int:
-    """Return how many neighbours of a row of `width` numbers share a scale.
-
-    It is `block`, or without one the largest number that divides the format's block and the width.
-    """
-    return math.gcd(FORMATS[format].block, width) if block is None else block
+    """Return how many neighbours in a row of `width` numbers share a scale: `block`, or the format's, or the row."""
+    return min(FORMATS[format].block if block is None else block, width)

@@ -16,13 +16,14 @@ from ..hardware import on_gpu
 from .bits import FORMATS, Format
 from .bits import bits as bits  # one module for users
 from .bits import block_of as block_of
+from .noise import UNIT, Keys, draw
 
 EXPONENT = 0x7F800000  # bits of an fp32 number that hold its exponent
 TINY = 2.0**-126  # smallest normal fp32 number; the scale of a block of zeros
-AT_A_TIME = 1 << 16  # numbers that stay in a CPU core's cache; 2^15 to 2^17 were equally fast
+AT_A_TIME = 1 << 17  # numbers that stay in a CPU core's cache; chosen by timing
 
 
-def fake_quantize(values: Tensor, format: str, block: int, noise: Tensor | None = None) -> Tensor:
+def fake_quantize(values: Tensor, format: str, block: int, noise: Keys | None = None, hadamard: bool = False) -> Tensor:
     """Quantize to a format and back, in blocks along the last dimension, which share a scale.
 
     Values too large for their block's scale, in MX formats and ternary, become the largest number.
@@ -30,44 +31,67 @@ def fake_quantize(values: Tensor, format: str, block: int, noise: Tensor | None 
     Args:
         values: (…, n) of any floating type; computed in fp32.
         format: a key of `FORMATS`.
-        block: a divisor of n.
-        noise: for stochastic rounding, shaped like `values`, fp32, uniform in (-1/2, 1/2). It is added before rounding,
-            in steps of the format. Scales are then large enough for all values, so the result is unbiased.
+        block: number of neighbours with one scale; the last block of a row is shorter if it does not divide n.
+        noise: for stochastic rounding, see `noise.py`. Scales are then large enough for all values, so that the result
+            is unbiased.
+        hadamard: quantize blocks multiplied by a Walsh-Hadamard matrix, and multiply the result by its inverse. This
+            spreads outliers over their block: Tseng et al. 2024, arXiv 2402.04396, section 3. Blocks must then be
+            powers of two. The product of two rotated factors is that of the factors, apart from rounding.
 
     Returns:
         A new tensor like `values`; blocks with inf or nan have nan.
     """
-    numbers = FORMATS[format]
-    rows = values.detach().reshape(-1, block)
-    noises = None if noise is None else noise.reshape(-1, block)
-    if on_gpu(values):
-        return _rounded(rows, numbers, noises).to(values.dtype).view(values.shape)
-    out, count = torch.empty_like(rows), max(1, AT_A_TIME // block)
+    if not torch.compiler.is_compiling():
+        return _quantized(values, format, block, *noise or (None, None), hadamard)
+    # One operation for the compiler, whose own code would round otherwise: it fuses products and sums.
+    result: Tensor = torch.ops.isoflop.fake_quantize(values, format, block, *noise or (None, None), hadamard)
+    return result
+
+
+def _quantized(
+    values: Tensor, format: str, block: int, keys: Tensor | None, columns: Tensor | None, hadamard: bool
+) -> Tensor:
+    rows, out = values.detach().flatten(0, -2), torch.empty_like(values, memory_format=torch.contiguous_format)
+    width, numbers, targets = rows.shape[-1], FORMATS[format], out.view(rows.shape)
+    count = max(1, len(rows) if on_gpu(values) else AT_A_TIME // width)
+    whole = width // block * block  # of the row, in full blocks
+    parts = [(slice(0, whole), block), (slice(whole, width), width - whole)]
     for first in range(0, len(rows), count):
-        part = slice(first, first + count)
-        out[part] = _rounded(rows[part], numbers, None if noises is None else noises[part])
-    return out.view(values.shape)
+        some = slice(first, first + count)
+        noise = None if keys is None or columns is None else draw(keys[some], columns)
+        for part, size in ((part, size) for part, size in parts if part.start < part.stop):
+            x, target = rows[some, part].reshape(-1, size).float(), targets[some, part]
+            noises = None if noise is None else noise[:, part].reshape(-1, size)
+            if hadamard:
+                target.copy_(_rotated(_rounded(_rotated(x), numbers, noises)).view(target.shape))
+            elif target.is_contiguous() and target.dtype == torch.float32:
+                _rounded(x, numbers, noises, target.view(-1, size))
+            else:
+                target.copy_(_rounded(x, numbers, noises).view(target.shape))
+    return out
 
 
-def _rounded(rows: Tensor, numbers: Format, noise: Tensor | None) -> Tensor:
-    """Quantize rows (n, block), each with its scale, and return them in fp32."""
-    rows = rows.float()
-    scale = _scales(rows, numbers, noise is not None)
-    y = (rows * scale.reciprocal()).clamp_(-numbers.largest, numbers.largest)
-    if numbers.mantissa is None:
-        y = (y if noise is None else y.add_(noise)).round_()
-        return y.mul_(scale)
-    # A step is 2^-mantissa of the power of two below the value, or below the smallest normal number.
-    step = (y.view(torch.int32) & EXPONENT).view(torch.float32).clamp_min_(2.0**numbers.smallest)
-    if noise is not None:
-        y.addcmul_(noise, step, value=2.0**-numbers.mantissa)
-    step.mul_(1.5 * 2.0 ** (23 - numbers.mantissa))
-    return y.add_(step).sub_(step).mul_(scale)
-
-
-def _scales(rows: Tensor, numbers: Format, whole: bool) -> Tensor:
-    """Return what each row (n, block) is divided by, (n, 1) fp32; if `whole`, no number is then too large."""
+def _rounded(rows: Tensor, numbers: Format, noise: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Quantize rows (n, block), fp32, each with its scale. `noise`: from `draw`, the same shape."""
     magnitudes = rows.abs()
+    scale = _scales(magnitudes, numbers, noise is not None)
+    y = torch.mul(rows, scale.reciprocal(), out=out)
+    if numbers.mantissa is None:
+        y = (y if noise is None else y.add_(noise, alpha=UNIT)).round_()
+    else:
+        # A step is 2^-mantissa of the power of two below the value, or below the smallest normal number.
+        power = _power(y, out=magnitudes).clamp_min_(2.0**numbers.smallest)
+        if noise is not None:
+            y.addcmul_(noise, power, value=UNIT * 2.0**-numbers.mantissa)
+        steps = 1.5 * 2.0 ** (23 - numbers.mantissa)
+        y.add_(power, alpha=steps).sub_(power, alpha=steps)
+    if noise is not None or numbers.scale in ("power", "mean"):  # else the scale lets nothing round to more
+        y.clamp_(-numbers.largest, numbers.largest)
+    return y.mul_(scale)
+
+
+def _scales(magnitudes: Tensor, numbers: Format, whole: bool) -> Tensor:
+    """Return what each row (n, block) is divided by, (n, 1) fp32; if `whole`, no number is then too large."""
     largest = magnitudes.amax(-1, keepdim=True)
     match numbers.scale:
         case "power" if not whole:  # OCP MX v1.0, section 6.3: 2^(floor(log2 amax) - exponent of the largest number)
@@ -87,9 +111,10 @@ def _scales(rows: Tensor, numbers: Format, whole: bool) -> Tensor:
     return scale.clamp_min_(TINY)
 
 
-def _power(x: Tensor) -> Tensor:
-    """Return the largest power of two that is at most x > 0, fp32."""
-    return (x.view(torch.int32) & EXPONENT).view(torch.float32)
+def _power(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the largest power of two that is at most |x|, fp32; 0 for 0."""
+    bits = torch.bitwise_and(x.view(torch.int32), EXPONENT, out=None if out is None else out.view(torch.int32))
+    return bits.view(torch.float32)
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -102,16 +127,23 @@ def _mean(x: Tensor) -> Tensor:
     return x * (1 / count)
 
 
-def rotate(values: Tensor, block: int) -> Tensor:
-    """Multiply each block of the last dimension by the Walsh-Hadamard matrix over sqrt(block), its own inverse.
-
-    Quantizing rotated values spreads outliers over their block: Tseng et al. 2024, arXiv 2402.04396, section 3; in
-    training, Panferov et al. 2025 (Quartet), arXiv 2505.14669. `block` is a power of two.
-    """
-    x = values.detach().float().reshape(-1, block)
-    half = 1
+def _rotated(x: Tensor) -> Tensor:
+    """Multiply rows (n, block) by the Walsh-Hadamard matrix over sqrt(block), which is its own inverse."""
+    block, half = x.shape[-1], 1
     while half < block:
         first, second = x.view(-1, block // (2 * half), 2, half).unbind(2)
         x = torch.stack((first + second, first - second), 2).view(-1, block)
         half *= 2
-    return (x * block**-0.5).to(values.dtype).view(values.shape)
+    return x * block**-0.5
+
+
+@torch.library.custom_op("isoflop::fake_quantize", mutates_args=())
+def _operation(
+    values: Tensor, format: str, block: int, keys: Tensor | None, columns: Tensor | None, hadamard: bool
+) -> Tensor:
+    return _quantized(values, format, block, keys, columns, hadamard)
+
+
+@_operation.register_fake
+def _(values: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(values, memory_format=torch.contiguous_format)

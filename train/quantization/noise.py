@@ -1,0 +1,73 @@
+"""Random numbers for stochastic rounding: a hash of what they belong to, so every mesh and device draws the same.
+
+A number belongs to a token and to a column, which is an output of one matrix. A token is identified by the run's seed,
+the step, its position, and all tokens of its sequence, which every rank knows, whichever ranks and micro-batches share
+a batch. Equal sequences in one batch share their noise.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Keys = tuple[Tensor, Tensor]  # of rows (…, m) and of columns (n,), int32
+
+# Multipliers of splitmix64 (Steele et al. 2014) as signed numbers, and of a 32-bit hash from
+# github.com/skeeto/hash-prospector. Products wrap around.
+GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+THIRD = 0x21F0AAAD
+UNIT = 2.0**-32  # a power of two, so that products with it are exact
+
+
+class Noise:
+    """Source of the keys of a run's tokens, and of the noise of its gradients.
+
+    Attributes:
+        step: The optimizer step under way.
+        rows: Keys of the micro-batch's tokens on this rank, (n,) int32.
+    """
+
+    def __init__(self, seed: int, own: Callable[[Tensor, int], Tensor] = lambda x, dim: x) -> None:
+        """`own` takes this rank's part of sequences along a dimension."""
+        self.seed, self.own, self.step = seed, own, 0
+        self.rows = torch.empty(0, dtype=torch.int32)
+
+    def see(self, tokens: Tensor) -> None:
+        """Set the keys of the tokens (batch, time) whose gradients are rounded next."""
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        texts = _mixed(tokens * GOLDEN + position).sum(1, keepdim=True)
+        keys = _mixed(_mixed(texts + self.seed) + self.step)
+        self.rows = self.own(_key(keys + GOLDEN * position), 1).flatten()
+
+
+def column_keys(name: str, columns: Sequence[int] | range, device: torch.device) -> Tensor:
+    """Return the keys (n,) of the outputs numbered `columns` of the matrix `name`."""
+    numbers = torch.tensor(columns, dtype=torch.int64, device=device)
+    return _key(_mixed(numbers + 1) + zlib.crc32(name.encode()))
+
+
+def draw(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return a number for each row and column, from their keys: (…, n) fp32. Times `UNIT` it is in [-1/2, 1/2].
+
+    Products of random keys are uniform and pairwise independent in their upper bits (Dietzfelbinger et al. 1997), so
+    that rounding errors average out over tokens. One more round of mixing breaks up their linear structure.
+    """
+    x = rows[..., None] * columns
+    x ^= x >> 15
+    x *= THIRD
+    return x.to(torch.float32)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Hash int64 numbers: the finalizer of splitmix64."""
+    for shift, factor in ((30, FIRST), (27, SECOND)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def _key(x: Tensor) -> Tensor:
+    """Hash int64 numbers to odd int32 numbers."""
+    return (_mixed(x) >> 32 | 1).to(torch.int32)
