@@ -24,6 +24,7 @@ from .flops import CONVENTIONS, FlopsPerToken, convention_name, flops_per_token
 from .forecasting.mixture import FormMixture, SavedMixture
 from .formatting import INTERVALS, plain_json
 from .laws.persistence import read_law
+from .precision.study import PrecisionStudy
 from .table import RunTable
 
 PREFERRED = ("parametric", "isoflop", "envelope")  # order of the approaches where none backtests best
@@ -62,6 +63,7 @@ class Analysis:
     seed: int
     recipes: list[RecipeLaw] = field(default_factory=list)
     experts: ExpertStudy | None = None
+    precision: PrecisionStudy | None = None
     warnings: tuple[Warning, ...] = ()
 
     @property
@@ -111,6 +113,7 @@ class Analysis:
                 "recipes": [one.to_dict() for one in self.recipes],
                 "recipes_compared": sentences(self.recipes),
                 "experts": self.experts and self.experts.to_dict(),
+                "precision": self.precision and self.precision.to_dict(),
                 "interior_minima": self.interior_minima,
                 "profiles": [
                     {

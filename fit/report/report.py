@@ -19,6 +19,7 @@ from ..files import filling, write_text
 from ..flops import in_words
 from ..formatting import INTERVALS, UNDETERMINED, amount, count, fixed, interval, percent, scientific, times
 from ..plots import ANALYSIS, APPROACH_STYLE, FIGURES, save_figures
+from ..precision.study import precision_text
 from ..results import Analysis
 from ..uncertainty import END_ERROR
 from . import figures
@@ -117,6 +118,7 @@ def render_report(
         covered=INTERVALS[a.lead.intervals["intervals"]],
         exponents=[] if law is None else law.exponent_names,
         equation="" if law is None else law.equation(lambda name: amount(law.constants_[name], 4)),
+        precision=a.precision and precision_text(a.precision.to_dict()),
         recipes=a.recipes,
         kind=kinds(a.table),
         compared=sentences(a.recipes),
