@@ -20,8 +20,7 @@ from .downstream.downstream import fit_tasks
 from .errors import InputError, one_of, positive
 from .flops import CONVENTIONS, flops_per_token
 from .formatting import INTERVALS
-from .precision.formats import NONE
-from .precision.study import by_precision
+from .precision.precisionlaw import by_precision
 from .results import Analysis
 from .table import Runs, as_table
 from .uncertainty import check_resampling
@@ -67,9 +66,7 @@ def analyze(
     table = as_table(table)
     if law is not None and law.objective == "se" and table.known_se is None:
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
-    precision = by_precision(table, goals, bootstrap, seed, speedup)
-    if precision is not None and (plain := precision.format == NONE).any():
-        table = table.where(plain)
+    table, precision = by_precision(table, bootstrap, seed)
     counted, note = table, None
     if convention == "6nd" and flops_per_token(table.N, table.D, table.flops) is not None:
         note = "FLOPs are counted as 6ND, as requested, and not as in the table."
@@ -104,6 +101,7 @@ def analyze(
         recipes=laws,
         experts=by_experts(counted, goals, quick, seed),
         precision=precision,
+        speedup=speedup,
     )
     analysis.warnings = run_checks(analysis)
     return analysis

@@ -12,13 +12,13 @@ from numpy.typing import ArrayLike
 
 from ..checks.outliers import find_outliers
 from ..errors import Array, Columns, InputError, floats, one_of, positive
-from ..forecasting.forecaster import CutOff, Forecaster, cut_offs, half_width
+from ..forecasting.forecaster import GAP, CutOff, Forecaster, cut_offs, half_width
 from ..forecasting.mixture import FormMixture, SavedForm, SavedMixture
 from ..laws.law import Estimator
 from ..laws.registry import loss_law
-from ..table import as_table
+from ..table import RunTable, as_table
 from ..uncertainty import check_resampling
-from .formats import LEAST_RUNS, NONE, frequent, read_formats
+from .formats import LEAST_RUNS, NONE, format_columns, frequent, read_formats
 from .forms import PASSES, PrecisionForm
 from .rise import RiseLaw
 
@@ -26,25 +26,46 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ONE = ", one per pass"
-BASES = [(form + ", tied" * tied, form, tied) for form, tied in product(("gamma", "chinchilla"), (False, True))]
-FORMS = (*(name + suffix for name, *_ in BASES for suffix in ("", ONE)), "bits")
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gamma": ("gamma", {}),
+    "gamma, tied": ("gamma", {"tied": True}),
+    "gamma, E = 0": ("gamma", {"E": 0.0}),
+    "chinchilla": ("chinchilla", {}),
+    "chinchilla, tied": ("chinchilla", {"tied": True}),
+}
+FORMS = (*(name + suffix for suffix in ("", ONE) for name in BASES), "bits")
 DRAWS = 100  # resamples of each form; the ends of intervals are then known to 7 % of the width
 RATIOS = np.geomspace(1.0, 1e6, 151)  # D / N at which turning points are sought
 
 
 class _Forecaster(Forecaster):
-    """A forecaster whose hold-outs leave out formats of fewer than LEAST_RUNS fitted runs."""
+    """A forecaster with hold-outs by N too, that leave out formats of fewer than LEAST_RUNS fitted runs."""
 
     def _cut_offs(self, data: Columns, reach: Array, labels: np.ndarray, min_runs: int) -> list[CutOff]:
-        cuts = []
-        for cut in cut_offs(data, reach, labels, min_runs):
-            known = np.ones(len(reach), dtype=bool)
-            for codes in (data[name].astype(int) for name in PASSES):
-                known &= np.bincount(codes[cut.fitted], minlength=codes.max() + 1)[codes] >= LEAST_RUNS
-            fitted, tested = cut.fitted & known, cut.tested & known
+        cuts, codes = [], [data[name] for name in PASSES]
+        for cut in cut_offs(data, reach, labels, min_runs) + cut_offs(data, data["N"], labels, min_runs, 2):
+            fitted = frequent(codes, cut.fitted)
+            tested = cut.tested & np.all([np.isin(code, code[fitted]) for code in codes], axis=0)
             if tested.any() and fitted.sum() > min_runs:
-                cuts.append(CutOff(cut.reach, fitted, tested, cut.further[known[cut.tested]]))
+                ends = {name: data[name][fitted].max() for name in "ND"}
+                further = _beyond({name: data[name][tested] for name in "ND"}, ends, reach[fitted].max())
+                cuts.append(CutOff(cut.reach, fitted, tested, np.maximum(further, np.log(GAP))))
         return cuts
+
+
+class _InFormat(FormMixture):
+    """The laws of N and D in one format."""
+
+    tops_: Mapping[str, float]  # the largest N and D of the runs
+
+    def _further(self, points: Columns) -> Array:
+        return np.maximum(_beyond(points, self.tops_, self.ends_[1]), 0.0)
+
+
+def _beyond(points: Columns, tops: Mapping[str, float], most: float) -> Array:
+    """Return the log of extrapolation; N and D count twice because both grow as the root of the best models' FLOPs."""
+    beyond = [2.0 * np.log(points[name] / top) for name, top in tops.items()]
+    return np.maximum.reduce([np.log(6.0 * points["N"] * points["D"] / most), *beyond])
 
 
 class PrecisionLaw(Estimator):
@@ -53,7 +74,7 @@ class PrecisionLaw(Estimator):
     forms: names among FORMS; by default all that apply. draws: resamples of each form.
     After `fit`: formats_ (name -> its numbers in both passes; "none" is first), forecaster_, weights_ and errors_ (form
     -> share, and root mean square error of log loss on hold-outs), rise_ (the law of quantization after training, or
-    None), notes_ (sentences on runs left out).
+    None), notes_ (sentences on runs left out), runs_ and names_ (the other runs and their formats).
     """
 
     inputs, output = (), "table"
@@ -81,8 +102,14 @@ class PrecisionLaw(Estimator):
         """
         runs, self.notes_ = as_table(table), list[str]()
         name, passes, bits = read_formats(runs)
-        counted = runs.weight > 0
-        self.rise_ = RiseLaw.fit(runs.where(counted & (name == NONE)), self.draws, self.seed, self.notes_)
+        counted, plain = runs.weight > 0, name == NONE
+        if not plain.any() or plain.all():
+            state = "every run" if plain.all() else "no run"
+            raise InputError(
+                f"{state} of the table is without quantization; a law of precision compares such runs with runs whose "
+                "formats are in columns such as weights_format, weights_bits, or forward and backward."
+            )
+        self.rise_ = RiseLaw.fit(runs.where(counted & plain), self.draws, self.seed, self.notes_)
         keep = frequent(passes, counted)
         only_bits = bool(bits) and keep.sum() < 0.5 * counted.sum()  # bits vary as a number, such as from 3 to 12
         keep = counted if only_bits else keep
@@ -103,14 +130,14 @@ class PrecisionLaw(Estimator):
         self.forecaster_ = _Forecaster(laws, draws=self.draws, seed=self.seed)
         self.forecaster_.fit(**columns, weight=weight, groups=runs.group)
         self.weights_, self.errors_ = self.forecaster_.weights_, self.forecaster_.errors_
-        order = [NONE, *sorted({*name} - {NONE})]
+        self.runs_, self.names_, order = runs, name, [NONE, *sorted({*name} - {NONE})]
         self.formats_ = {v: tuple(int(code[name == v][0]) for code in codes) for v in order}
         return self
 
     def _laws(self, names: list[list[str]], bits: dict[str, list[float]], only_bits: bool) -> dict[str, PrecisionForm]:
         laws = {}
-        for (title, form, tied), suffix in product([] if only_bits else BASES, ("", ONE)):
-            laws[title + suffix] = PrecisionForm(loss_law(form, tied=tied), names, both=not suffix)
+        for (title, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
+            laws[title + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
         laws |= {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=bits)} if bits else {}
         laws = {form: law for form, law in laws.items() if form in (self.forms or FORMS)}
         if not laws:
@@ -119,7 +146,7 @@ class PrecisionLaw(Estimator):
 
     # Answers.
 
-    def in_format(self, format: str = NONE) -> FormMixture:
+    def in_format(self, format: str = NONE) -> _InFormat:
         """Return the laws of N and D in a format, with `forecast`, `optimal`, and `laws_` for `inference_aware`."""
         self._fitted()
         one_of("format", format, self.formats_)
@@ -132,9 +159,10 @@ class PrecisionLaw(Estimator):
         # Hold-outs judge the loss; the rate of errors of the best N is the one that public tables show.
         rates = {"loss": f.rate_, "size": f.priors["size"].rate}
         share = dict.fromkeys(rates, f._weights.share)
-        mixture = FormMixture.from_saved(
+        mixture = _InFormat.from_saved(
             SavedMixture(forms, share, rates, f.priors, self.draws, f.ends_, None, f.noise_), self
         )
+        mixture.tops_ = {name: f.data_[name].max() for name in "ND"}
         for name, law in mixture.laws_.items():
             law.draws_ = forms[name].draws
         return mixture
@@ -213,20 +241,14 @@ class PrecisionLaw(Estimator):
 
     def to_dict(self, flops: ArrayLike, speedup: Mapping[str, float] | None = None) -> dict[str, Any]:
         """Return all answers as lists and numbers, for JSON."""
-        after = self.rise_ and {
-            "exponents": {
-                name: [float(c[0]), *np.quantile(c[1:], (0.025, 0.975)).tolist()]
-                for name, c in zip(("D", "N"), self.rise_.constants[:, -2:].T, strict=True)
-            },
-            "turning_points": self.turning_points(np.unique(self.rise_.runs["N"])[[0, -1]]).to_dict("records"),
-        }
-        return {
-            "efficiencies": self.efficiencies().reset_index().to_dict("records"),
-            "best": self.best(flops, speedup).to_dict("records"),
-            "forms": {name: [share, self.errors_.get(name)] for name, share in self.weights_.items()},
-            "after_training": after,
-            "notes": self.notes_,
-        }
+        best, after = self.best(flops, speedup).to_dict("records"), None
+        if self.rise_ is not None:
+            ends = [[c[0], *np.quantile(c[1:], (0.025, 0.975))] for c in self.rise_.constants[:, -2:].T]
+            turns = self.turning_points(np.unique(self.rise_.runs["N"])[[0, -1]]).to_dict("records")
+            after = {"g_D": ends[0], "g_N": ends[1], "turning_points": turns}
+        forms = {name: [share, self.errors_.get(name)] for name, share in self.weights_.items()}
+        efficiencies = self.efficiencies().reset_index().to_dict("records")
+        return {"efficiencies": efficiencies, "best": best, "forms": forms, "rise": after, "notes": self.notes_}
 
     def _log_efficiencies(self, drawn: bool) -> Array:
         """Return log e_N, log e_D and their sum, (forms, 3, formats, r), of the fits (r = 1) or of their draws."""
@@ -238,3 +260,19 @@ class PrecisionLaw(Estimator):
             log = np.array([[np.broadcast_to(v, r) for v in pair] for pair in pairs]).swapaxes(0, 1)
             forms.append([*log, log.sum(axis=0)])
         return np.array(forms)
+
+
+def by_precision(runs: RunTable, bootstrap: int, seed: int) -> tuple[RunTable, PrecisionLaw | None]:
+    """Return the runs without quantization, all if there are none, and the law of formats if the table has several."""
+    if not format_columns(runs.frame):
+        return runs, None
+    law, notes = None, runs.notes
+    try:
+        plain = read_formats(runs)[0] == NONE
+        if plain.all():
+            return runs, None
+        law = PrecisionLaw(draws=min(bootstrap, DRAWS) or DRAWS, seed=seed).fit(runs)
+    except InputError as error:
+        notes = (*notes, f"Number formats have no law: {error}")
+        plain = np.ones(len(runs), dtype=bool) if "plain" not in locals() or not plain.any() else plain
+    return replace(runs.where(plain), notes=notes), law

@@ -6,13 +6,16 @@ Kumar et al. 2024 (arXiv:2411.04330), equation 2, where C falls with the bits P 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ..errors import Array, InputError, identifiable
 from ..table import RunTable, numeric
-from ..uncertainty import independent_groups, need_no_group_alone, wild_targets
+from ..uncertainty import independent_groups, wild_targets
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PREFIX = "quantized_loss_"
 LEAST = 3  # runs with a rise, for each way to quantize
@@ -20,7 +23,7 @@ LEAST = 3  # runs with a rise, for each way to quantize
 
 @dataclass(frozen=True)
 class RiseLaw:
-    """Constants, the fit's and then draws, as rows (1 + draws,) of log C by way, g_D and g_N; runs: way, N, D, rise."""
+    """ways (k,); constants (1 + draws, k + 2): log C by way, g_D and g_N, of the fit and of draws; runs: a row each."""
 
     ways: tuple[str, ...]
     constants: Array
@@ -28,40 +31,35 @@ class RiseLaw:
 
     @classmethod
     def fit(cls, runs: RunTable, draws: int, seed: int, notes: list[str]) -> RiseLaw | None:
-        """Fit log rises by least squares; return None without usable columns. Adds to `notes` what is left out."""
-        parts = []
-        for name in (str(c) for c in runs.frame.columns if str(c).startswith(PREFIX)):
-            rise = numeric(runs.frame, name)[runs.rows] - runs.loss
-            part = pd.DataFrame(
-                {"way": name[len(PREFIX) :], "N": runs.N, "D": runs.D, "rise": rise, "group": runs.group}
-            )
-            part = part[np.isfinite(rise)]
-            if lost := int((part["rise"] <= 0).sum()):
-                notes.append(f"{name} is no higher than the loss in {lost} of {len(part)} runs, which are left out.")
-            part = part[part["rise"] > 0]
-            parts += [part] if len(part) >= LEAST else []
-        if not parts:
+        """Fit log rises by least squares; without usable columns, return None. Adds to `notes` what is left out."""
+        import pandas as pd
+
+        columns = {"N": runs.N, "D": runs.D, "group": runs.group}
+        columns |= {c: numeric(runs.frame, c)[runs.rows] - runs.loss for c in runs.frame if c.startswith(PREFIX)}
+        rises = pd.DataFrame(columns).melt([*columns][:3], var_name="way", value_name="rise").dropna(subset="rise")
+        rises["way"] = rises["way"].str.removeprefix(PREFIX)
+        for way, count in rises["way"][rises["rise"] <= 0].value_counts().items():
+            notes.append(f"{PREFIX}{way} is no higher than the loss in {count} runs; the law of its rise lacks them.")
+        rises = rises[rises["rise"] > 0]
+        rises = rises[rises.groupby("way")["rise"].transform("size") >= LEAST].reset_index(drop=True)
+        if rises.empty:
             return None
-        data = pd.concat(parts, ignore_index=True)
-        ways, number = np.unique(data["way"], return_inverse=True)
-        N, D = data["N"].to_numpy(), data["D"].to_numpy()
+        ways, number = np.unique(rises["way"], return_inverse=True)
+        N, D, group = (rises[name].to_numpy() for name in ("N", "D", "group"))
+        design = np.column_stack([np.eye(len(ways))[number], np.log(D), -np.log(N)])
         try:
             identifiable(N, D)
-            design = np.column_stack([np.eye(len(ways))[number], np.log(D), -np.log(N)])
-            freedom = independent_groups(data["group"], k := design.shape[1]) - k
-            need_no_group_alone(design, data["group"].to_numpy(), "the rise")
+            freedom = independent_groups(group, design.shape[1]) - design.shape[1]
         except InputError as error:
             notes.append(f"Quantization after training has no law: {error}")
             return None
-        target, inverse = np.log(data["rise"].to_numpy()), np.linalg.pinv(design)
+        target, inverse = np.log(rises["rise"].to_numpy()), np.linalg.pinv(design)
         theta, hat = inverse @ target, design @ inverse
-        left_out = np.empty(len(target))
-        for rows in data.groupby("group").indices.values():  # residuals of the fit without the run
-            left_out[rows] = np.linalg.solve(
-                np.eye(len(rows)) - hat[np.ix_(rows, rows)], (target - design @ theta)[rows]
-            )
-        drawn = wild_targets(design @ theta, left_out, data["group"], draws, seed, freedom)
-        return cls(tuple(ways), np.vstack([theta, drawn @ inverse.T]), data)
+        residual = target - design @ theta
+        for rows in rises.groupby("group").indices.values():  # residuals of the fit without the run
+            residual[rows] = np.linalg.pinv(np.eye(len(rows)) - hat[np.ix_(rows, rows)]) @ residual[rows]
+        drawn = wild_targets(design @ theta, residual, group, draws, seed, freedom)
+        return cls(tuple(ways), np.vstack([theta, drawn @ inverse.T]), rises)
 
     def __call__(self, way: str, N: Array, D: Array) -> Array:
         """Return the rise at points (points,), by the fit and by each draw, (points, 1 + draws)."""

@@ -29,7 +29,6 @@ from ..plots import (
 from ..plots import loss_curves as curves_of_runs
 from ..published import published_law
 from ..results import Analysis
-from .precision import draw_precision
 
 Figure = dict[str, Any]
 Trace = dict[str, Any]  # a plotly trace, layout, or part of one
@@ -53,7 +52,7 @@ def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
     drawn = {draw.__name__: draw(a) for draw in drawings}
     drawn |= {f"loss-{by}": loss_curves(a, curves, by) for by in CURVE_TITLES}
     drawn |= {f"optimal-{quantity.lower()}": allocation(a, quantity) for quantity in OPTIMUM_TITLES}
-    return drawn | {"accuracy": scores(a, "acc"), "gold-bpb": scores(a, "gold_bpb")} | draw_precision(a.precision)
+    return drawn | {"accuracy": scores(a, "acc"), "gold-bpb": scores(a, "gold_bpb")}
 
 
 # Building blocks.

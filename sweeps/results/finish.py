@@ -209,7 +209,7 @@ def print_law(law: dict[str, Any], name: str) -> None:
     """Print the optimum that each approach predicts at each target, then the law, its backtest and the warnings."""
     from ...fit.flops import in_words
     from ...fit.formatting import INTERVALS
-    from ...fit.precision.study import precision_text
+    from ...fit.report.precision import precision_text
 
     if "approaches" not in law and "mixture" in law:
         print_mixture(law)
