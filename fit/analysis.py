@@ -20,6 +20,7 @@ from .downstream.downstream import fit_tasks
 from .errors import InputError, one_of, positive
 from .flops import CONVENTIONS, flops_per_token
 from .formatting import INTERVALS
+from .precision.precisionlaw import by_precision
 from .results import Analysis
 from .table import Runs, as_table
 from .uncertainty import check_resampling
@@ -40,7 +41,8 @@ def analyze(
 ) -> Analysis:
     """Fit the isoFLOP, envelope and parametric approaches to finished runs, a RunTable or DataFrame.
 
-    With several data recipes, each has its own law, and all other results are for the base recipe.
+    With several data recipes, each has its own law, and all other results are for the base recipe. With several number
+    formats, all results except `precision` are for the runs without quantization.
 
     Parameters
     ----------
@@ -55,7 +57,7 @@ def analyze(
     intervals
         "mixture" also fits a mixture of law forms, which becomes the main answer; "noise" does not.
     speedup
-        How many times as fast as unquantized runs number formats train, by format.
+        Number format -> how many times as fast it trains, for the format that wins a budget.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
     check_resampling(bootstrap, seed, minimum=0)
@@ -64,6 +66,7 @@ def analyze(
     table = as_table(table)
     if law is not None and law.objective == "se" and table.known_se is None:
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
+    table, precision = by_precision(table, bootstrap, seed)
     counted, note = table, None
     if convention == "6nd" and flops_per_token(table.N, table.D, table.flops) is not None:
         note = "FLOPs are counted as 6ND, as requested, and not as in the table."
@@ -97,6 +100,8 @@ def analyze(
         seed=seed,
         recipes=laws,
         experts=by_experts(counted, goals, quick, seed),
+        precision=precision,
+        speedup=speedup,
     )
     analysis.warnings = run_checks(analysis)
     return analysis

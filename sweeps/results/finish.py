@@ -216,6 +216,7 @@ def print_law(law: dict[str, Any], name: str) -> None:
     """Print the optimum that each approach predicts at each target, then the law, its backtest and the warnings."""
     from ...fit.flops import in_words
     from ...fit.formatting import INTERVALS
+    from ...fit.report.precision import precision_text
 
     if "approaches" not in law and "mixture" in law:
         print_mixture(law)
@@ -250,6 +251,11 @@ def print_law(law: dict[str, Any], name: str) -> None:
         say(law["verdict"])
     for line in law.get("recipes_compared", []):
         say(escape(line))
+    if precision := law.get("precision"):
+        sentences, tables = precision_text(precision)
+        say(escape("\n".join(sentences)))
+        for title, table in tables.items():
+            print_rows([*table], ("format", "form", "quantized"), title, table.to_numpy().tolist())
     for suspect in law.get("suspects", []):
         say(f"  possible reason: {escape(suspect)}")
     for warning in law.get("warnings", []):
