@@ -308,21 +308,23 @@ class QuantizationConfig:
 
     @property
     def label(self) -> str:
-        """Return the formats' short name, such as int8, or int4/int8/none+stochastic; empty if all are none."""
-        if not self.used:
-            return ""
-        formats = [*self.formats.values()]
-        name = self.weights if len({*formats}) == 1 else "/".join(formats)
-        block = "" if self.block is None else f"+block{self.block}"
-        return name + block + "+stochastic" * (self.rounding == "stochastic") + "+hadamard" * self.hadamard
+        """Return the formats' short name, such as int8, or int4/int8/none; empty if all are none."""
+        names = [*self._named().values()]
+        return "" if not self.used else names[0] if len({*names}) == 1 else "/".join(names)
 
     def columns(self, precision: str) -> dict[str, str | float]:
         """Return weights_format, weights_bits and so on, for tables. Bits are per number, with its share of scales."""
         from .quantization.bits import bits
 
         sizes = {name: bits(precision if f == "none" else f, self.block) for name, f in self.formats.items()}
-        names = {f"{name}_format": f for name, f in self.formats.items()}
-        return names | {f"{name}_bits": size for name, size in sizes.items()}
+        columns = {f"{name}_format": f for name, f in self._named().items()}
+        return columns | {f"{name}_bits": size for name, size in sizes.items()}
+
+    def _named(self) -> dict[str, str]:
+        """Return the formats with what is not the default of each, such as int4+block32+hadamard."""
+        more = ("" if self.block is None else f"+block{self.block}") + "+hadamard" * self.hadamard
+        drawn = {"gradients": "+stochastic" * (self.rounding == "stochastic")}
+        return {name: f if f == "none" else f + more + drawn.get(name, "") for name, f in self.formats.items()}
 
 
 @dataclass

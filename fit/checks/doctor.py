@@ -239,14 +239,12 @@ def mixed_tokenizers(t: RunTable) -> Warnings:
 
 
 def mixed_recipes(t: RunTable) -> Warnings:
-    from ..approaches.recipes import kinds
-
     recipes = sorted({recipe or "raw" for recipe in texts(t, "recipe")})
     if len(recipes) > 1:
         yield Warning(
             "recipes_mixed",
-            f"The runs have {len(recipes)} {kinds(t)} ({', '.join(recipes)}); one law for all of them treats the "
-            "choice as noise, so fit one at a time (`fit.by_recipe`).",
+            f"The runs were trained on {len(recipes)} data recipes ({', '.join(recipes)}); one law for all of them "
+            "treats the choice of recipe as noise, so fit one recipe at a time (`fit.by_recipe`).",
         )
 
 

@@ -31,8 +31,8 @@ def format_columns(frame: pd.DataFrame) -> dict[str, str]:
 def read_formats(runs: RunTable) -> tuple[np.ndarray, list[np.ndarray], dict[str, Array]]:
     """Return the formats of n runs by name (n,), those of each pass (n,), and the bits of forward parts (n,) that vary.
 
-    A name is "none", the format of all parts, or such as "int4 weights". Where the passes vary only together, the
-    forward pass stands for both.
+    A name is "none", the format of all parts, or such as "int4/int8/none" or "int4 weights". Where the passes vary only
+    together, the forward pass stands for both.
     """
     frame, parts, bits = runs.frame.iloc[runs.rows], dict[str, list[str]](), dict[str, Array]()
     for part, column in format_columns(frame).items():
@@ -64,7 +64,9 @@ def frequent(passes: Sequence[np.ndarray], rows: np.ndarray) -> np.ndarray:
 
 
 def _names(parts: Mapping[str, list[str]], n: int) -> np.ndarray:
-    """Name the formats of n runs by those of their parts."""
+    """Name the formats of n runs by those of their parts, int4/int8/none for those of a run of isoflop."""
+    if [*parts] == ["weights", "activations", "gradients"]:
+        return np.array([v[0] if len({*v}) == 1 else "/".join(v) for v in zip(*parts.values(), strict=True)], object)
     names = []
     for formats in zip(*parts.values(), strict=True) if parts else [(NONE,)] * n:
         of = {v: "+".join(p for p, w in zip(parts, formats, strict=True) if v == w) for v in formats if parts}

@@ -56,10 +56,9 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
 
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
     rows = [row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])]
-    rows = name_texts_apart(name_formats_apart(name_recipes_apart(name_mixtures_apart(rows))))
-    absent = {"formats"}
-    absent.update(() if any(row["experts"] for row in rows) else OF_EXPERTS)
-    absent.update(() if any(row["formats"] for row in rows) else OF_FORMATS)
+    rows = name_texts_apart(name_recipes_apart(name_mixtures_apart(rows)))
+    absent = {*(() if any(row["experts"] for row in rows) else OF_EXPERTS)}
+    absent.update(() if any(row[name] != "none" for row in rows for name in OF_FORMATS[:3]) else OF_FORMATS)
     rows = [{name: value for name, value in row.items() if name not in absent} for row in rows]
     if (file := sweep.path / UNTUNED).exists():
         checked: dict[Any, Any] = pd.read_csv(file, dtype={"run_id": str}).set_index("run_id").to_dict("index")
@@ -78,23 +77,6 @@ def name_mixtures_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row | {"recipe": name if row["recipe"] == "raw" else f"{name} {row['recipe']}"}
         for row, name in zip(rows, names, strict=True)
     ]
-
-
-def name_formats_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Name recipes, or variants, by number formats if these differ within one, so that `fit` fits each separately."""
-    from ...fit.approaches.recipes import BASE, RAW, UNQUANTIZED
-
-    column = "variant" if any("variant" in row for row in rows) else "recipe"
-    pairs = [(row.get(column, BASE), row["formats"]) for row in rows]
-    if len({*pairs}) == len({name for name, _ in pairs}):
-        return rows
-
-    def named(name: str, formats: str) -> str:
-        if not formats:
-            return UNQUANTIZED if name == RAW else name
-        return formats if name in (RAW, BASE) else f"{name} {formats}"
-
-    return [row | {column: named(*pair)} for row, pair in zip(rows, pairs, strict=True)]
 
 
 def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -192,7 +174,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         row |= {name: value for name, value in summary.items() if name.startswith(("weight_", "unique_"))}
     row["held_out"] = checksum(scored_on)[:8]
     quantization = from_dict(QuantizationConfig, groups.get("quantization") or {}, "quantization.")
-    row |= quantization.columns(groups.get("precision", "fp32")) | {"formats": quantization.label}
+    row |= quantization.columns(groups.get("precision", "fp32"))
     return row | {"recipe_fingerprint": data.get("recipe_fingerprint")}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fake_sweep import finish, make_config, write_sweep
 from isoflop import fit
+from isoflop.fit.approaches.recipes import split
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.grid.ladder import LadderGrid
@@ -29,6 +30,7 @@ from small_runs import SMOKE
 Isoflop = Callable[..., tuple[int, str, str]]
 FORMATS = ["none", "int8", "int4/int8/none"]
 BASE = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
+COLUMNS = [f"{name}_{kind}" for kind in ("format", "bits") for name in PASSES]
 COST = {"unquantized": 1.0, "int8": 1.05, "int4/int8/none": 1.1}  # factors of the loss
 
 
@@ -44,7 +46,7 @@ def test_every_point_has_every_format_and_the_unquantized_runs_are_those_of_a_la
         assert [(run_id(run), run.name) for run in runs[::3]] == [(run_id(run), run.name) for run in ladder]
         assert [run.name for run in runs[1:3]] == [f"{ladder[0].name}_int8", f"{ladder[0].name}_int4/int8/none"]
     runs = expand_grid(grid(), replace(BASE, quantization=QuantizationConfig(block=4)))
-    assert [run.quantization.label for run in runs[:3]] == ["", "int8+block4", "int4/int8/none+block4"]
+    assert [run.quantization.label for run in runs[:3]] == ["", "int8+block4", "int4+block4/int8+block4/none"]
     merged = merge_runs(expand_grid(grid(), BASE)).runs
     assert sum(run.parent is None for run in merged) == 2 * 3
     by_id = {run_id(run): run for run in merged}
@@ -89,13 +91,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
 
 
 def test_a_table_keeps_formats_apart_and_the_main_law_is_of_the_unquantized_runs(finished: SweepDirectory) -> None:
-    table = build_table(finished)
-    assert set(table["recipe"]) == {*COST}
-    (last,) = table[table["recipe"] == "int4/int8/none"].filter(regex="_format$|_bits$").drop_duplicates().to_numpy()
+    runs = fit.read_table(finished.path)
+    (last,) = runs.frame.query("activations_format != gradients_format")[COLUMNS].drop_duplicates().to_numpy()
     assert [*last] == ["int4", "int8", "none", 4.25, 8.25, 32.0]
-    analysis = fit.analyze(fit.read_table(finished.path), bootstrap=0, intervals="noise")
-    assert (len(analysis.table), [law.recipe for law in analysis.recipes]) == (18, [*COST])
-    assert any("of 3 number formats" in warning.message for warning in analysis.warnings)
+    analysis = fit.analyze(runs, bootstrap=0, intervals="noise", speedup={"int4/int8/none": 2.0})
+    assert len(analysis.table) == 18
+    by_format = {row["format"]: row for row in analysis.to_dict()["precision"]["efficiencies"]}
+    assert by_format.keys() == {*FORMATS}
+    assert by_format["int4/int8/none"]["speedup"] > by_format["none"]["speedup"] == 1
 
 
 def test_two_formats_of_a_sweep_are_compared_by_name(isoflop: Isoflop, finished: SweepDirectory) -> None:
@@ -134,7 +137,7 @@ def test_other_commands_on_a_sweep_of_formats(isoflop: Isoflop, finished: SweepD
 
 
 def test_a_product_of_formats_is_kept_apart_too(tmp_path: Path) -> None:
-    axes = {"quantization": {"weights": ["none", "int8"], "block": [None]}, "tokens": [102400, 204800]}
+    axes = {"quantization": {"weights": ["none", "mxfp4"], "hadamard": [True]}, "tokens": [102400, 204800]}
     sweep = write_sweep(tmp_path / "product", make_config(ProductGrid(axes=axes)))
     finish(sweep)
-    assert set(build_table(sweep)["recipe"]) == {"unquantized", "int8/none/none"}
+    assert [*split(fit.read_table(build_table(sweep)))] == ["unquantized", "mxfp4+hadamard/none/none"]
