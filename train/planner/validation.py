@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from msgspec import Meta
@@ -16,8 +16,9 @@ from msgspec import Meta
 from ..config import DOMAIN_NAME, GROUPED_QUERY, DataConfig, ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from ..errors import UserError, counted
 from ..fields import UNIQUE
-from ..model.shape import micro_batches
+from ..model.shape import micro_batches, model_shape
 from ..optimizer.registry import OPTIMIZERS
+from ..quantization.bits import MATRICES, block_of
 
 LARGEST = 1e30  # limit of every number: more FLOPs than any machine has, and far from an overflow
 
@@ -107,6 +108,7 @@ def validate(config: RunConfig) -> None:
             f"model.window is {window}; it must be 1 to data.sequence_length {data.sequence_length}, or null for no "
             "window"
         )
+    _check_quantization(config)
     check_shapes(config)
 
 
@@ -184,6 +186,56 @@ def _check_model(model: ModelConfig) -> None:
     _check_rope(model)
     if model.experts:
         _check_experts(model)
+
+
+def _check_quantization(config: RunConfig) -> None:
+    settings = config.quantization
+    used = {name: value for name, value in settings.formats.items() if value != "none"}
+    for name, unset, serves in (("rounding", "nearest", "gradients"), ("block", None, ""), ("hadamard", False, "")):
+        if (value := getattr(settings, name)) != unset and not (serves in used if serves else used):
+            raise UserError(
+                f"quantization.{name} is {value}, but there is no format that it applies to; leave it out, or set "
+                f"quantization.{serves or 'weights, activations or gradients'} to a format"
+            )
+    if used and config.model.experts:
+        raise UserError(
+            f"quantization.{next(iter(used))} is {next(iter(used.values()))} with model.experts "
+            f"{config.model.experts}; it must be none, because experts are not quantized"
+        )
+    rows = list(_quantized_rows(config))
+    for row, width, sizes, *_ in rows:
+        for size in sizes:
+            odd = settings.hadamard and not (_is_power(size) and _is_power(width % size))
+            if odd or (settings.block and width % size):
+                divisors = divisors_of(math.gcd(*(width for _, width, *_ in rows)))
+                common = [divisor for divisor in divisors if _is_power(divisor) or not settings.hadamard]
+                raise UserError(
+                    f"quantization.block is {settings.block or 'null'}; it must divide the {row}"
+                    f"{', and with quantization.hadamard be a power of two' * settings.hadamard}: "
+                    f"{_nearest(size, common)}"
+                )
+
+
+def _quantized_rows(config: RunConfig) -> Iterator[tuple[str, int, list[int], list[tuple[int, int]]]]:
+    """Yield the rows of numbers that are cut into blocks: description, size, sizes of blocks, parts as (size, units).
+
+    Tensor parallelism divides the units of each part; there are no parts if it does not cut the rows.
+    """
+    settings, model = config.quantization, config.model
+    for parameter in model_shape(dataclasses.replace(model, vocab_size=model.vocab_size or 1)).block:
+        if parameter.role in MATRICES:
+            name, (outputs, inputs) = parameter.name.removesuffix(".weight"), parameter.shape
+            outer = [(part.rows, part.units) for part in parameter.parts] if parameter.role == "first" else []
+            for side, width, formats, parts in (
+                ("inputs", inputs, (settings.weights, settings.activations), [(inputs, inputs)] * (not outer)),
+                ("outputs", outputs, (settings.gradients,), outer),
+            ):
+                sizes = [block_of(format, width, settings.block) for format in formats if format != "none"]
+                yield f"{width} {side} of {name}", width, sizes, [] if parameter.role == "latent" else parts
+
+
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0  # also 0, the rest of a row without one
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -381,6 +433,10 @@ def _requirement(config: RunConfig, tp: int) -> str | None:
         return f"divide model.expert_hidden, which is {model.moe_hidden}"
     if model.vocab_size is not None and model.padded_vocab_size % tp:
         return f"divide the vocabulary padded to model.vocab_multiple, which is {model.padded_vocab_size}"
+    for row, _, sizes, parts in _quantized_rows(config) if tp > 1 else ():
+        for size in sizes:
+            if any(units % tp or width % (tp * size) for width, units in parts):
+                return f"cut the {row} between blocks of {size} (quantization.block), and no head"
     if config.parallel.sequence_parallel and length // cp % tp:
         part = f" / parallel.cp {cp}" if cp > 1 else ""
         return f"divide data.sequence_length {length}{part}, or set parallel.sequence_parallel to false"

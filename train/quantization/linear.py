@@ -19,10 +19,9 @@ from ..config import QuantizationConfig, RunConfig
 from ..model.gpt import GPT
 from ..model.shape import Parameter, model_shape
 from ..parallel.layout import Placement
+from .bits import MATRICES
 from .formats import block_of, fake_quantize
 from .noise import Noise, column_keys
-
-MATRICES = ("first", "latent", "last")  # roles of the parameters that are quantized
 
 
 class QuantizedLinear(nn.Module):
@@ -44,7 +43,8 @@ class QuantizedLinear(nn.Module):
         rank: int,
     ) -> None:
         super().__init__()
-        self.weight, self.product, self.rank = linear.weight, getattr(linear, "product", F.linear), rank
+        self.weight, self.rank = linear.weight, rank
+        self.product = F.linear if isinstance(linear, nn.Linear) else linear.forward
         outputs, inputs = parameter.shape
         # Arguments of `fake_quantize`, or None.
         self.of_weight, self.of_input, self.of_gradient = (
