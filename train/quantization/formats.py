@@ -101,9 +101,10 @@ def _scales(magnitudes: Tensor, numbers: Format, whole: bool) -> Tensor:
             power = _power(least)
             scale = torch.where(power * numbers.largest < largest, 2 * power, power)
         case "e4m3":
-            scale = largest * (1 / numbers.largest)
-            step = _power(scale) * 0.125
-            scale = (scale / step).ceil() * step if whole else (scale / step).round() * step
+            scale = (largest * (1 / numbers.largest)).clamp_min_(TINY)
+            power = _power(scale)
+            eighths = scale / power * 8
+            scale = (eighths.ceil() if whole else eighths.round()) * 0.125 * power
         case "mean" if not whole:
             scale = _mean(magnitudes)
         case _:  # ternary, stochastic: the largest magnitude as in TernGrad, Wen et al. 2017, arXiv 1705.07878
