@@ -191,51 +191,38 @@ def _check_model(model: ModelConfig) -> None:
 def _check_quantization(config: RunConfig) -> None:
     settings = config.quantization
     used = {name: value for name, value in settings.formats.items() if value != "none"}
-    for name, unset, serves in (("rounding", "nearest", "gradients"), ("block", None, ""), ("hadamard", False, "")):
-        if (value := getattr(settings, name)) != unset and not (serves in used if serves else used):
-            raise UserError(
-                f"quantization.{name} is {value}, but there is no format that it applies to; leave it out, or set "
-                f"quantization.{serves or 'weights, activations or gradients'} to a format"
-            )
-    if used and config.model.experts:
-        raise UserError(
-            f"quantization.{next(iter(used))} is {next(iter(used.values()))} with model.experts "
-            f"{config.model.experts}; it must be none, because experts are not quantized"
-        )
+    for name, formats in (("rounding", ["gradients"]), ("block", settings.formats), ("hadamard", settings.formats)):
+        value = getattr(settings, name)
+        if value not in ("nearest", None, False) and not used.keys() & set(formats):
+            reason = f"it must be unset unless quantization.{' or '.join(formats)} is set"
+            raise UserError(f"quantization.{name} is {value}; {reason}")
+    for name, value in used.items() if config.model.experts else ():
+        raise UserError(f"quantization.{name} is {value}; it must be none with model.experts, which stay unquantized")
     rows = list(_quantized_rows(config))
-    for row, width, sizes, *_ in rows:
-        for size in sizes:
-            odd = settings.hadamard and not (_is_power(size) and _is_power(width % size))
-            if odd or (settings.block and width % size):
-                divisors = divisors_of(math.gcd(*(width for _, width, *_ in rows)))
-                common = [divisor for divisor in divisors if _is_power(divisor) or not settings.hadamard]
-                raise UserError(
-                    f"quantization.block is {settings.block or 'null'}; it must divide the {row}"
-                    f"{', and with quantization.hadamard be a power of two' * settings.hadamard}: "
-                    f"{_nearest(size, common)}"
-                )
+    for row, width, sizes, _ in rows:
+        odd = settings.hadamard and any(number & (number - 1) for size in sizes for number in (size, width % size))
+        if sizes and (odd or width % (settings.block or 1)):
+            divisors = divisors_of(math.gcd(*(width for _, width, *_ in rows)))
+            common = [number for number in divisors if not settings.hadamard or number & (number - 1) == 0]
+            power = ", and with quantization.hadamard be a power of two" * settings.hadamard
+            must = f"it must divide the {row}{power}: {_nearest(sizes[0], common)}"
+            raise UserError(f"quantization.block is {settings.block or 'null'}; {must}")
 
 
-def _quantized_rows(config: RunConfig) -> Iterator[tuple[str, int, list[int], list[tuple[int, int]]]]:
-    """Yield the rows of numbers that are cut into blocks: description, size, sizes of blocks, parts as (size, units).
-
-    Tensor parallelism divides the units of each part; there are no parts if it does not cut the rows.
-    """
+def _quantized_rows(config: RunConfig) -> Iterator[tuple[str, int, list[int], list[Any]]]:
+    """Yield the rows cut into blocks: name, size, sizes of blocks, and (size, units) of parts that ranks divide."""
     settings, model = config.quantization, config.model
     for parameter in model_shape(dataclasses.replace(model, vocab_size=model.vocab_size or 1)).block:
         if parameter.role in MATRICES:
             name, (outputs, inputs) = parameter.name.removesuffix(".weight"), parameter.shape
-            outer = [(part.rows, part.units) for part in parameter.parts] if parameter.role == "first" else []
-            for side, width, formats, parts in (
-                ("inputs", inputs, (settings.weights, settings.activations), [(inputs, inputs)] * (not outer)),
-                ("outputs", outputs, (settings.gradients,), outer),
-            ):
+            first, last = (parameter.role == role for role in ("first", "last"))
+            sides = [
+                ("inputs", inputs, (settings.weights, settings.activations), [(inputs, inputs)] * last),
+                ("outputs", outputs, (settings.gradients,), [part[1:] for part in parameter.parts] * first),
+            ]
+            for side, width, formats, parts in sides:
                 sizes = [block_of(format, width, settings.block) for format in formats if format != "none"]
-                yield f"{width} {side} of {name}", width, sizes, [] if parameter.role == "latent" else parts
-
-
-def _is_power(number: int) -> bool:
-    return number & (number - 1) == 0  # also 0, the rest of a row without one
+                yield f"{width} {side} of {name}", width, sizes, parts
 
 
 def _check_experts(model: ModelConfig) -> None:
