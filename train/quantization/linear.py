@@ -34,7 +34,7 @@ class QuantizedLinear(nn.Module):
     columns: Tensor | None = None
 
     def __init__(self, linear: nn.Module, whole: Parameter, settings: QuantizationConfig) -> None:
-        """`whole`: the matrix of all ranks, whose size decides the blocks."""
+        """Take the blocks from `whole`, the matrix of all ranks."""
         super().__init__()
         self.weight = linear.weight
         self.product = F.linear if isinstance(linear, nn.Linear) else linear.forward
@@ -75,23 +75,27 @@ class _Rounded(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def quantize(gpt: GPT, config: RunConfig, placements: Mapping[str, Placement], rank: int, device: torch.device) -> None:
-    """Replace a model's matrices by layers that round as `config.quantization` says; without formats do nothing.
+def quantize(
+    gpt: GPT, config: RunConfig, placements: Mapping[str, Placement], rank: int, device: torch.device
+) -> Noise | None:
+    """Replace a model's matrices by layers that round as `config.quantization` says; return their noise, if any.
 
     Call it after `parallelize`, whose `placements` say which outputs tensor-parallel rank `rank` has.
     """
-    settings = config.quantization
+    settings, noise = config.quantization, None
     if settings.rounding == "stochastic":
-        gpt.noise = Noise(config.seed, gpt.strategy.own)
+        noise = Noise(config.seed, gpt.strategy.own)
+        gpt.announce = noise.see
     for parameter in _matrices(config) if settings.used else ():
         name = parameter.name.removesuffix(".weight")
         layer = QuantizedLinear(gpt.get_submodule(name), parameter, settings)
-        layer.rank, layer.noise = rank, gpt.noise
-        if gpt.noise is not None:
+        layer.rank, layer.noise = rank, noise
+        if noise is not None:
             pieces = placements[parameter.name].pieces
             outputs = [row for piece in pieces for row in range(piece.offset[0], piece.offset[0] + piece.size[0])]
             layer.columns = column_keys(parameter.name, outputs, device)
         gpt.set_submodule(name, layer)
+    return noise
 
 
 @torch.no_grad()
