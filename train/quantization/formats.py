@@ -36,8 +36,8 @@ def fake_quantize(values: Tensor, format: str, block: int, noise: Keys | None = 
     """
     # One operation for the compiler, whose own code would round otherwise: it fuses products and sums.
     quantized = _operation if torch.compiler.is_compiling() else _quantized
-    result: Tensor = quantized(values, format, block, *noise or (None, None), hadamard)
-    return result
+    keys, columns = noise or (None, None)
+    return quantized(values, format, block, keys, columns, hadamard)
 
 
 def _quantized(

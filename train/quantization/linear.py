@@ -36,7 +36,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Module, whole: Parameter, settings: QuantizationConfig) -> None:
         """Take the blocks from `whole`, the matrix of all ranks."""
         super().__init__()
-        self.weight = linear.weight
+        self.weight = linear.get_parameter("weight")
         self.product = F.linear if isinstance(linear, nn.Linear) else linear.forward
         self.of_weight, self.of_input, self.of_gradient = (
             None if name == "none" else (name, block_of(name, width, settings.block), settings.hadamard)
