@@ -39,7 +39,8 @@ class PrecisionGrid(LadderGrid):
             if len(parts) != len(PASSES) or not {*parts} <= {*FORMATS}:
                 accepted = f"it must be one of {', '.join(FORMATS)}, or three of them, such as int4/int8/none"
                 raise UserError(f"grid.formats contains {name!r}; {accepted}")
-            chosen = replace(base, weights=parts[0], activations=parts[1], gradients=parts[2])
+            rounding = "nearest" if parts[2] == "none" else base.rounding
+            chosen = replace(base, weights=parts[0], activations=parts[1], gradients=parts[2], rounding=rounding)
             result.setdefault(chosen.label, chosen)
         if len(result) == 1:
             raise UserError(f"grid.formats is [{', '.join(self.formats)}]; it must contain a format other than none")

@@ -45,8 +45,9 @@ def test_every_point_has_every_format_and_the_unquantized_runs_are_those_of_a_la
         assert [run.quantization.label for run in runs] == ["", *FORMATS[1:]] * 4
         assert [(run_id(run), run.name) for run in runs[::3]] == [(run_id(run), run.name) for run in ladder]
         assert [run.name for run in runs[1:3]] == [f"{ladder[0].name}_int8", f"{ladder[0].name}_int4/int8/none"]
-    runs = expand_grid(grid(), replace(BASE, quantization=QuantizationConfig(block=4)))
-    assert [run.quantization.label for run in runs[:3]] == ["", "int8+block4", "int4+block4/int8+block4/none"]
+    runs = expand_grid(grid(), replace(BASE, quantization=QuantizationConfig(block=4, rounding="stochastic")))
+    labels = ["", "int8+block4/int8+block4/int8+block4+stochastic", "int4+block4/int8+block4/none"]
+    assert [run.quantization.label for run in runs[:3]] == labels
     merged = merge_runs(expand_grid(grid(), BASE)).runs
     assert sum(run.parent is None for run in merged) == 2 * 3
     by_id = {run_id(run): run for run in merged}
@@ -137,7 +138,7 @@ def test_other_commands_on_a_sweep_of_formats(isoflop: Isoflop, finished: SweepD
 
 
 def test_a_product_of_formats_is_kept_apart_too(tmp_path: Path) -> None:
-    axes = {"quantization": {"weights": ["none", "mxfp4"], "hadamard": [True]}, "tokens": [102400, 204800]}
+    axes = {"quantization.weights": ["none", "mxfp4"], "tokens": [102400, 204800]}
     sweep = write_sweep(tmp_path / "product", make_config(ProductGrid(axes=axes)))
     finish(sweep)
-    assert [*split(fit.read_table(build_table(sweep)))] == ["unquantized", "mxfp4+hadamard/none/none"]
+    assert [*split(fit.read_table(build_table(sweep)))] == ["unquantized", "mxfp4/none/none"]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..errors import UserError
 from ..hardware import read
-from ..quantization.noise import Noise
 from .attention import document_starts
 from .backends import SDPA, Backend, Choice, select_backend
 from .block import RMSNorm, apply_rotary, lookup, query_key_value, rotary_angles, swiglu
@@ -206,7 +205,7 @@ class GPT(nn.Module):
         # Id of the token that ends a document. If set, a token sees only its own document; positions stay absolute.
         # Set it before `set_attention`, because not every backend supports it.
         self.end_of_document: int | None = None
-        self.noise: Noise | None = None  # of gradients that are rounded stochastically
+        self.announce: Callable[[Tensor], None] = lambda tokens: None  # called with the tokens before they pass blocks
         self.place_angles()
 
     def place_angles(self, device: torch.device | None = None) -> None:
@@ -248,8 +247,7 @@ class GPT(nn.Module):
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
-        if self.noise is not None:
-            self.noise.see(tokens)
+        self.announce(tokens)
         local = self.strategy.own
         cos, sin = local(self.cos[:time], 0), local(self.sin[:time], 0)
         seen, penalty = self.seen(tokens, x.dtype), None

@@ -148,26 +148,19 @@ class SplitWeight(nn.Module):
         self.group, self.sequence_parallel = group, sequence_parallel
 
 
-class SplitLinear(SplitWeight):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight)
-
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class ColumnLinear(SplitLinear):
+class ColumnLinear(SplitWeight):
     """x W_r^T with this rank's rows of W: (…, i) -> (…, o/tp), or with sequence parallelism (n/tp, i) -> (n, o/tp)."""
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _Column.apply(x, weight, self.group, self.sequence_parallel)
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Use `weight` instead of the layer's, if it is passed."""
+        return _Column.apply(x, self.weight if weight is None else weight, self.group, self.sequence_parallel)
 
 
-class RowLinear(SplitLinear):
+class RowLinear(SplitWeight):
     """Sum of x_r W_r^T: (…, i/tp) -> (…, o), or with sequence parallelism (n, i/tp) -> (n/tp, o)."""
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _Row.apply(x, weight, self.group, self.sequence_parallel)
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return _Row.apply(x, self.weight if weight is None else weight, self.group, self.sequence_parallel)
 
 
 class _Embedding(torch.autograd.Function):

@@ -40,15 +40,14 @@ FORMATS = {
     # BitNet b1.58: Ma et al. 2024, arXiv 2402.17764, section 2.
     "ternary": Format(math.log2(3), 1.0, None, 0, "mean", 32, 128),
 }
+MATRICES = ("first", "latent", "last")  # roles of the parameters that are quantized, see `model/shape.py`
 PRECISIONS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0}
 
 
 def bits(format: str, block: int | None = None) -> float:
-    """Return the mean bits per number, scales included, of a format or of a run's precision, such as "bf16".
+    """Return the mean bits per number, with its block's scale, of a format or of a precision such as "bf16".
 
-    Args:
-        format: a key of `FORMATS`, or fp32, bf16, fp16, which have no scales.
-        block: numbers that share a scale; None: the format's.
+    `block`: numbers that share a scale; None: the format's.
     """
     if format in PRECISIONS:
         return PRECISIONS[format]

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from ..hardware import on_gpu
-from .bits import FORMATS, Format
-from .bits import bits as bits  # one module for users
-from .bits import block_of as block_of
+from .bits import FORMATS, Format, bits, block_of  # noqa: F401  one module for users
 from .noise import UNIT, Keys, draw
 
 EXPONENT = 0x7F800000  # bits of an fp32 number that hold its exponent
@@ -29,45 +27,36 @@ def fake_quantize(values: Tensor, format: str, block: int, noise: Keys | None = 
     Values too large for their block's scale, in MX formats and ternary, become the largest number.
 
     Args:
-        values: (…, n) of any floating type; computed in fp32.
+        values: (…, n) of any floating type; computed in fp32. A block with inf or nan has nan in the result.
         format: a key of `FORMATS`.
         block: number of neighbours with one scale; the last block of a row is shorter if it does not divide n.
-        noise: for stochastic rounding, see `noise.py`. Scales are then large enough for all values, so that the result
-            is unbiased.
-        hadamard: quantize blocks multiplied by a Walsh-Hadamard matrix, and multiply the result by its inverse. This
-            spreads outliers over their block: Tseng et al. 2024, arXiv 2402.04396, section 3. Blocks must then be
-            powers of two. The product of two rotated factors is that of the factors, apart from rounding.
-
-    Returns:
-        A new tensor like `values`; blocks with inf or nan have nan.
+        noise: rounds stochastically. Scales are then large enough for all values, so that the result is unbiased.
+        hadamard: multiply blocks, of 2^k numbers, by a Walsh-Hadamard matrix before and after. This spreads outliers
+            over their block (Tseng et al. 2024, arXiv 2402.04396, section 3); in a product, both matrices cancel.
     """
-    if not torch.compiler.is_compiling():
-        return _quantized(values, format, block, *noise or (None, None), hadamard)
     # One operation for the compiler, whose own code would round otherwise: it fuses products and sums.
-    result: Tensor = torch.ops.isoflop.fake_quantize(values, format, block, *noise or (None, None), hadamard)
-    return result
+    quantized = _operation if torch.compiler.is_compiling() else _quantized
+    keys, columns = noise or (None, None)
+    return quantized(values, format, block, keys, columns, hadamard)
 
 
 def _quantized(
     values: Tensor, format: str, block: int, keys: Tensor | None, columns: Tensor | None, hadamard: bool
 ) -> Tensor:
-    rows, out = values.detach().flatten(0, -2), torch.empty_like(values, memory_format=torch.contiguous_format)
-    width, numbers, targets = rows.shape[-1], FORMATS[format], out.view(rows.shape)
+    out = torch.empty_like(values, memory_format=torch.contiguous_format)
+    rows, targets, width = values.detach().flatten(0, -2), out.flatten(0, -2), values.shape[-1]
     count = max(1, len(rows) if on_gpu(values) else AT_A_TIME // width)
     whole = width // block * block  # of the row, in full blocks
-    parts = [(slice(0, whole), block), (slice(whole, width), width - whole)]
-    for first in range(0, len(rows), count):
-        some = slice(first, first + count)
+    parts = [(slice(whole), block), (slice(whole, width), width - whole)]
+    for some in (slice(first, first + count) for first in range(0, len(rows), count)):
         noise = None if keys is None or columns is None else draw(keys[some], columns)
-        for part, size in ((part, size) for part, size in parts if part.start < part.stop):
+        for part, size in parts[whole == 0 : 1 + (whole < width)]:
             x, target = rows[some, part].reshape(-1, size).float(), targets[some, part]
             noises = None if noise is None else noise[:, part].reshape(-1, size)
-            if hadamard:
-                target.copy_(_rotated(_rounded(_rotated(x), numbers, noises)).view(target.shape))
-            elif target.is_contiguous() and target.dtype == torch.float32:
-                _rounded(x, numbers, noises, target.view(-1, size))
-            else:
-                target.copy_(_rounded(x, numbers, noises).view(target.shape))
+            direct = target.is_contiguous() and target.dtype == torch.float32 and not hadamard
+            x = _rounded(_rotated(x) if hadamard else x, FORMATS[format], noises, target.view_as(x) if direct else None)
+            if not direct:
+                target.copy_((_rotated(x) if hadamard else x).view(target.shape))
     return out
 
 
@@ -94,16 +83,14 @@ def _scales(magnitudes: Tensor, numbers: Format, whole: bool) -> Tensor:
     """Return what each row (n, block) is divided by, (n, 1) fp32; if `whole`, no number is then too large."""
     largest = magnitudes.amax(-1, keepdim=True)
     match numbers.scale:
-        case "power" if not whole:  # OCP MX v1.0, section 6.3: 2^(floor(log2 amax) - exponent of the largest number)
+        case "power":  # OCP MX v1.0, section 6.3: 2^(floor(log2 amax) - exponent of the largest number)
             scale = _power(largest) * 2.0 ** (1 - math.frexp(numbers.largest)[1])
-        case "power":
-            least = largest * (1 / numbers.largest)
-            power = _power(least)
-            scale = torch.where(power * numbers.largest < largest, 2 * power, power)
+            scale = torch.where(scale * numbers.largest < largest, 2 * scale, scale) if whole else scale
         case "e4m3":
-            scale = largest * (1 / numbers.largest)
-            step = _power(scale) * 0.125
-            scale = (scale / step).ceil() * step if whole else (scale / step).round() * step
+            scale = (largest * (1 / numbers.largest)).clamp_min_(TINY)
+            power = _power(scale)
+            eighths = scale / power * 8
+            scale = (eighths.ceil() if whole else eighths.round()) * 0.125 * power
         case "mean" if not whole:
             scale = _mean(magnitudes)
         case _:  # ternary, stochastic: the largest magnitude as in TernGrad, Wen et al. 2017, arXiv 1705.07878
@@ -113,8 +100,8 @@ def _scales(magnitudes: Tensor, numbers: Format, whole: bool) -> Tensor:
 
 def _power(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the largest power of two that is at most |x|, fp32; 0 for 0."""
-    bits = torch.bitwise_and(x.view(torch.int32), EXPONENT, out=None if out is None else out.view(torch.int32))
-    return bits.view(torch.float32)
+    exponent = torch.bitwise_and(x.view(torch.int32), EXPONENT, out=None if out is None else out.view(torch.int32))
+    return exponent.view(torch.float32)
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -128,7 +115,7 @@ def _mean(x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """Multiply rows (n, block) by the Walsh-Hadamard matrix over sqrt(block), which is its own inverse."""
+    """Multiply rows (n, block) by the Walsh-Hadamard matrix over sqrt(block), its own inverse."""
     block, half = x.shape[-1], 1
     while half < block:
         first, second = x.view(-1, block // (2 * half), 2, half).unbind(2)
@@ -137,13 +124,5 @@ def _rotated(x: Tensor) -> Tensor:
     return x * block**-0.5
 
 
-@torch.library.custom_op("isoflop::fake_quantize", mutates_args=())
-def _operation(
-    values: Tensor, format: str, block: int, keys: Tensor | None, columns: Tensor | None, hadamard: bool
-) -> Tensor:
-    return _quantized(values, format, block, keys, columns, hadamard)
-
-
-@_operation.register_fake
-def _(values: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(values, memory_format=torch.contiguous_format)
+_operation = torch.library.custom_op("isoflop::fake_quantize", _quantized, mutates_args=())
+_operation.register_fake(lambda values, *_: torch.empty_like(values, memory_format=torch.contiguous_format))

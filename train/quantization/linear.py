@@ -19,122 +19,96 @@ from ..config import QuantizationConfig, RunConfig
 from ..model.gpt import GPT
 from ..model.shape import Parameter, model_shape
 from ..parallel.layout import Placement
+from .bits import MATRICES
 from .formats import block_of, fake_quantize
 from .noise import Noise, column_keys
 
-MATRICES = ("first", "latent", "last")  # roles of the parameters that are quantized
+Rounding = tuple[str, int, bool]  # format, block, hadamard
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer (…, i) -> (…, o) with rounded factors, and a rounded gradient of its output.
+    """A linear layer (…, i) -> (…, o) with the weight of `linear`, rounded factors, and a rounded gradient of Y."""
 
-    Args:
-        linear: The layer that this one replaces, whose weight it has.
-        parameter: The whole matrix; its size decides the blocks, on any mesh.
-        noise: Of the gradient, with the keys of this rank's columns; None: it is rounded to the nearest number.
-        rank: Among the tensor-parallel ranks.
-    """
+    rank = 0  # among the tensor-parallel ranks
+    noise: Noise | None = None  # for stochastic rounding of the gradient, with keys of this rank's columns
+    columns: Tensor | None = None
 
-    def __init__(
-        self,
-        linear: nn.Module,
-        parameter: Parameter,
-        settings: QuantizationConfig,
-        noise: tuple[Noise, Tensor] | None,
-        rank: int,
-    ) -> None:
+    def __init__(self, linear: nn.Module, whole: Parameter, settings: QuantizationConfig) -> None:
+        """Take the blocks from `whole`, the matrix of all ranks."""
         super().__init__()
-        self.weight, self.product, self.rank = linear.weight, getattr(linear, "product", F.linear), rank
-        outputs, inputs = parameter.shape
-        # Arguments of `fake_quantize`, or None.
+        self.weight = linear.get_parameter("weight")
+        self.product = F.linear if isinstance(linear, nn.Linear) else linear.forward
         self.of_weight, self.of_input, self.of_gradient = (
-            None if name == "none" else (name, block_of(name, width, settings.block))
-            for name, width in zip(settings.formats.values(), (inputs, inputs, outputs), strict=True)
+            None if name == "none" else (name, block_of(name, width, settings.block), settings.hadamard)
+            for name, width in zip(settings.formats.values(), (*whole.shape[1:] * 2, whole.shape[0]), strict=True)
         )
-        self.hadamard = settings.hadamard
-        self.noise, self.columns = noise or (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.of_weight is None else _Rounded.apply(self.weight, *self.of_weight, self.hadamard)
-        y: Tensor = self.product(self.round_input(x), weight)
+        y: Tensor = self.product(self.round_input(x), _Rounded.apply(self.weight, self.of_weight))
         if self.of_gradient is None or not torch.is_grad_enabled():
             return y
-        keys = None if self.noise is None else self._rows(self.noise.rows, y.numel() // y.shape[-1])
-        return _RoundedGradient.apply(y, *self.of_gradient, keys, self.columns, self.hadamard)
+        rows = None if self.noise is None else self.noise.rows
+        if rows is not None and len(rows) != (
+            count := y.numel() // y.shape[-1]
+        ):  # this rank's, by sequence parallelism
+            rows = rows[self.rank * count : (self.rank + 1) * count]
+        return _Rounded.apply(y, None, self.of_gradient, rows, self.columns)
 
     def round_input(self, x: Tensor) -> Tensor:
-        return x if self.of_input is None else _Rounded.apply(x, *self.of_input, self.hadamard)
-
-    def _rows(self, keys: Tensor, count: int) -> Tensor:
-        """Return the keys of the layer's `count` tokens: all, or with sequence parallelism this rank's share."""
-        return keys if len(keys) == count else keys[self.rank * count : (self.rank + 1) * count]
+        return _Rounded.apply(x, self.of_input)
 
 
 class _Rounded(torch.autograd.Function):
+    """The rounded x, and a rounded gradient; each only where there is a rounding."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, format: str, block: int, hadamard: bool) -> Tensor:
-        return fake_quantize(x, format, block, hadamard=hadamard)
+    def forward(ctx: Any, x: Tensor, of_x: Rounding | None, of_gradient: Rounding | None = None, *keys: Any) -> Tensor:
+        ctx.rounding = of_gradient
+        ctx.save_for_backward(*keys)
+        return x.view_as(x) if of_x is None else fake_quantize(x, *of_x[:2], hadamard=of_x[2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None
-
-
-class _RoundedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: Tensor,
-        format: str,
-        block: int,
-        rows: Tensor | None,
-        columns: Tensor | None,
-        hadamard: bool,
-    ) -> Tensor:
-        ctx.settings = format, block, hadamard
-        ctx.save_for_backward(rows, columns)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (format, block, hadamard), (rows, columns) = ctx.settings, ctx.saved_tensors
-        noise = None if rows is None else (rows, columns)
-        return fake_quantize(grad, format, block, noise, hadamard), *[None] * 5
+        if ctx.rounding is not None:
+            (format, block, hadamard), keys = ctx.rounding, ctx.saved_tensors
+            grad = fake_quantize(grad, format, block, None if keys[0] is None else keys, hadamard)
+        return grad, None, None, None, None
 
 
 def quantize(
-    gpt: GPT, config: RunConfig, placements: Mapping[str, Placement], rank: int = 0, device: torch.device | None = None
-) -> None:
-    """Replace a model's matrices by layers that round as `config.quantization` says; without formats do nothing.
+    gpt: GPT, config: RunConfig, placements: Mapping[str, Placement], rank: int, device: torch.device
+) -> Noise | None:
+    """Replace a model's matrices by layers that round as `config.quantization` says; return their noise, if any.
 
-    Call it after `parallelize`, whose `placements` say which outputs this tensor-parallel rank has.
+    Call it after `parallelize`, whose `placements` say which outputs tensor-parallel rank `rank` has.
     """
-    settings = config.quantization
-    if not settings.used:
-        return
+    settings, noise = config.quantization, None
     if settings.rounding == "stochastic":
-        gpt.noise = Noise(config.seed, gpt.strategy.own)
-    for parameter in _matrices(config):
-        name, noise = parameter.name.removesuffix(".weight"), None
-        if gpt.noise is not None:
+        noise = Noise(config.seed, gpt.strategy.own)
+        gpt.announce = noise.see
+    for parameter in _matrices(config) if settings.used else ():
+        name = parameter.name.removesuffix(".weight")
+        layer = QuantizedLinear(gpt.get_submodule(name), parameter, settings)
+        layer.rank, layer.noise = rank, noise
+        if noise is not None:
             pieces = placements[parameter.name].pieces
             outputs = [row for piece in pieces for row in range(piece.offset[0], piece.offset[0] + piece.size[0])]
-            noise = gpt.noise, column_keys(parameter.name, outputs, device)
-        gpt.set_submodule(name, QuantizedLinear(gpt.get_submodule(name), parameter, settings, noise, rank))
+            layer.columns = column_keys(parameter.name, outputs, device)
+        gpt.set_submodule(name, layer)
+    return noise
 
 
 @torch.no_grad()
 def quantize_for_evaluation(gpt: GPT, config: RunConfig) -> None:
     """Round a whole model's weights once, and its activations in every pass, as in the run's own validation."""
-    settings = config.quantization
-    for parameter in _matrices(config) if settings.weights != "none" else ():
-        weight, block = (
-            gpt.get_parameter(parameter.name),
-            block_of(settings.weights, parameter.shape[1], settings.block),
-        )
-        weight.copy_(fake_quantize(weight, settings.weights, block, hadamard=settings.hadamard))
-    rest = replace(settings, weights="none", gradients="none", rounding="nearest")
-    quantize(gpt, replace(config, quantization=rest), {})
+    rest = replace(config.quantization, weights="none", gradients="none", rounding="nearest")
+    for parameter in _matrices(config) if config.quantization.used else ():
+        name = parameter.name.removesuffix(".weight")
+        linear = gpt.get_submodule(name)
+        layer = QuantizedLinear(linear, parameter, config.quantization)
+        layer.weight.copy_(_Rounded.apply(layer.weight, layer.of_weight))
+        if rest.used:
+            gpt.set_submodule(name, QuantizedLinear(linear, parameter, rest))
 
 
 def _matrices(config: RunConfig) -> list[Parameter]:

@@ -15,35 +15,28 @@ from torch import Tensor
 
 Keys = tuple[Tensor, Tensor]  # of rows (…, m) and of columns (n,), int32
 
-# Multipliers of splitmix64 (Steele et al. 2014) as signed numbers, and of a 32-bit hash from
-# github.com/skeeto/hash-prospector. Products wrap around.
+# Of splitmix64 (Steele et al. 2014), as signed numbers, and of github.com/skeeto/hash-prospector. Products wrap around.
 GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 THIRD = 0x21F0AAAD
 UNIT = 2.0**-32  # a power of two, so that products with it are exact
 
 
 class Noise:
-    """Source of the keys of a run's tokens, and of the noise of its gradients.
-
-    Attributes:
-        step: The optimizer step under way.
-        rows: Keys of the micro-batch's tokens on this rank, (n,) int32.
-    """
+    """Source of the keys of a run's tokens. `own` takes this rank's part of sequences along a dimension."""
 
     def __init__(self, seed: int, own: Callable[[Tensor, int], Tensor] = lambda x, dim: x) -> None:
-        """`own` takes this rank's part of sequences along a dimension."""
-        self.seed, self.own, self.step = seed, own, 0
-        self.rows = torch.empty(0, dtype=torch.int32)
+        self.seed, self.own, self.step = seed, own, 0  # the optimizer step under way
+        self.rows = torch.empty(0, dtype=torch.int32)  # keys of this rank's tokens, whose gradients come next
 
     def see(self, tokens: Tensor) -> None:
-        """Set the keys of the tokens (batch, time) whose gradients are rounded next."""
+        """Set the keys of a micro-batch, from its tokens (batch, time)."""
         position = torch.arange(tokens.shape[1], device=tokens.device)
         texts = _mixed(tokens * GOLDEN + position).sum(1, keepdim=True)
         keys = _mixed(_mixed(texts + self.seed) + self.step)
         self.rows = self.own(_key(keys + GOLDEN * position), 1).flatten()
 
 
-def column_keys(name: str, columns: Sequence[int] | range, device: torch.device) -> Tensor:
+def column_keys(name: str, columns: Sequence[int], device: torch.device) -> Tensor:
     """Return the keys (n,) of the outputs numbered `columns` of the matrix `name`."""
     numbers = torch.tensor(columns, dtype=torch.int64, device=device)
     return _key(_mixed(numbers + 1) + zlib.crc32(name.encode()))
