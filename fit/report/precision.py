@@ -67,12 +67,12 @@ def draw_precision(law: PrecisionLaw | None) -> dict[str, Any]:
         return drawn
     runs, data = law.runs_, list[Any]()
     C = 6.0 * runs.N * runs.D
-    reach = np.geomspace(C.min(), C.max(), 40)
+    best = law.best(np.geomspace(C.min(), C.max(), 40)).sort_values("flops")
     for k, name in enumerate(law.formats_):
         of, look = law.names_ == name, {"legendgroup": name}
         hover = [f"{name}: N {count(N)}, D {count(D)}" for N, D in zip(runs.N[of], runs.D[of], strict=True)]
         data.append(points(C[of], runs.loss[of], colour := PALETTE[k % len(PALETTE)], hover, 6, name=name, **look))
-        data.append(line(reach, law.in_format(name).optimal(reach).loss, colour, width=1.5, **look))
+        data.append(line(*best[best["format"] == name][["flops", "loss"]].to_numpy().T, colour, width=1.5, **look))
     drawn["formats"] = {"data": data, "layout": layout("training FLOPs (6ND)", LOSS, C)}
     if law.rise_ is not None:
         rises, data = law.rise_.runs, []
