@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Self
@@ -35,6 +36,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FORMS = (*(name + suffix for suffix in ("", ONE) for name in BASES), "bits")
 DRAWS = 100  # resamples of each form; the ends of intervals are then known to 7 % of the width
+FEW_RUNS = 6  # per format; with fewer in a table of bits, only the law by bits is fitted
 RATIOS = np.geomspace(1.0, 1e6, 151)  # D / N at which turning points are sought
 
 
@@ -105,9 +107,9 @@ class PrecisionLaw(Estimator):
                 "formats are in columns such as weights_format, weights_bits, or forward and backward."
             )
         self.rise_ = RiseLaw.fit(runs.where(counted & plain), self.draws, self.seed, self.notes_)
-        keep = frequent(passes, counted)
-        only_bits = bool(bits) and keep.sum() < 0.5 * counted.sum()  # bits vary as a number, such as from 3 to 12
-        keep = counted if only_bits else keep
+        named = not all(column.endswith("_bits") for column in format_columns(runs.frame).values())
+        only_bits = bool(bits) and not named and counted.sum() < FEW_RUNS * len({*name})
+        keep = counted if only_bits else frequent(passes, counted)
         if (name[keep] == NONE).all():
             raise InputError(f"no format has {LEAST_RUNS} runs or more; add runs in each format.")
         self.notes_ += [f"{v} is left out: a format needs {LEAST_RUNS} runs or more." for v in {*name} - {*name[keep]}]
@@ -115,16 +117,14 @@ class PrecisionLaw(Estimator):
         names = [[NONE, *sorted({*labels} - {NONE})] for labels in passes]
         codes = [np.array([of.index(v) + 1.0 for v in labels]) for of, labels in zip(names, passes, strict=True)]
         mean_bits = {p: [P[keep][codes[0] == k + 1].mean() for k in range(len(names[0]))] for p, P in bits.items()}
-        laws = self._laws(names, mean_bits, only_bits)
+        self.laws_ = laws = self._laws(names, mean_bits, only_bits)
         columns = {"N": runs.N, "D": runs.D, **dict(zip(PASSES, codes, strict=True)), "loss": runs.loss}
         weight, flexible = runs.weight.copy(), laws["bits"] if only_bits else PrecisionForm(loss_law("gamma"), names)
-        try:
+        with suppress(InputError):  # where the runs are too few to judge any
             outliers = find_outliers(flexible.clone().fit(**columns, weight=weight))
-        except InputError:  # too few runs to judge any; if they are too few for all forms, the forecaster refuses them
-            outliers = None
-        for row in outliers.rows if outliers else ():
-            at, weight[row] = f"{name[row]}, N = {runs.N[row]:.4g} and D = {runs.D[row]:.4g}", 0.0
-            self.notes_.append(f"An outlier is left out: {at}, {np.expm1(outliers.residual[row]):+.1%} off the law.")
+            for row in outliers.rows:
+                at, weight[row] = f"{name[row]}, N = {runs.N[row]:.4g} and D = {runs.D[row]:.4g}", 0.0
+                self.notes_.append(f"An outlier is left out: {at}, {np.expm1(outliers.residual[row]):+.1%} off.")
         known = read_constants("forecast")
         priors = {name: Prior(**known[key]) for name, key in (("loss", "precision"), ("size", "size"))}
         self.forecaster_ = _Forecaster(laws, draws=self.draws, seed=self.seed, priors=priors)
@@ -160,9 +160,9 @@ class PrecisionLaw(Estimator):
         one_of("format", format, self.formats_)
         name = form or max(self.weights_, key=lambda name: self.weights_[name])
         one_of("form", name, self.weights_)
-        member, codes = self.forecaster_._members[name], self.formats_[format]
-        constants, draws = (member.law.in_format(c, codes) for c in (member.constants, member.draws))  # type: ignore
-        law = member.law.base.clone()
+        member, form_law, codes = self.forecaster_._members[name], self.laws_[name], self.formats_[format]
+        constants, draws = (form_law.in_format(c, codes) for c in (member.constants, member.draws))
+        law = form_law.base.clone()
         law.constants_, law.draws_ = {k: float(v[0]) for k, v in constants.items()}, draws
         return law
 
@@ -203,7 +203,7 @@ class PrecisionLaw(Estimator):
             laws = [self.in_format(name, form) for form in self.weights_]
             N = np.exp(share @ np.array([np.log(law.optimum(C * factor, law.constants_)[0]) for law in laws]))
             wins = float(share @ (gain.argmax(axis=1) == k).mean(axis=1))
-            columns = {"flops": C, "format": name, "speedup": factor, "N": N, "D": C * factor / 6.0 / N}
+            columns: dict[str, Any] = {"flops": C, "format": name, "speedup": factor, "N": N, "D": C * factor / 6.0 / N}
             loss = self.predict(N, columns["D"], name, level, kind="mean")
             tables.append(pd.concat([pd.DataFrame(columns), loss], axis=1).assign(wins=wins))
         return pd.concat(tables).sort_values(["flops", "loss"], ignore_index=True)
@@ -247,7 +247,7 @@ class PrecisionLaw(Estimator):
         forms, r = [], self.draws if drawn else 1
         for name, member in self.forecaster_._members.items():
             constants = {k: np.resize(v, r) for k, v in (member.draws if drawn else member.constants).items()}
-            pairs = [self.forecaster_.laws_[name].log_efficiency(constants, *codes) for codes in self.formats_.values()]
+            pairs = [self.laws_[name].log_efficiency(constants, *codes) for codes in self.formats_.values()]
             log = np.array([[np.broadcast_to(v, r) for v in pair] for pair in pairs]).swapaxes(0, 1)
             forms.append([*log, log.sum(axis=0)])
         return np.array(forms)

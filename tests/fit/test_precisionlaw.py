@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
+from isoflop.fit.precision import precisionlaw
 
 FORWARD = {"none": 1.0, "mxfp4": 0.64, "nvfp4": 0.8}
 BACKWARD = {"none": 1.0, "mxfp4": 0.9}
@@ -155,10 +156,11 @@ def test_bad_input_is_one_sentence(law, act, message):
     assert message in str(refused.value)
 
 
-def test_the_report_of_a_table_has_formats_and_fits_the_rest_to_unquantized_runs(tmp_path):
+def test_the_report_of_a_table_has_formats_and_fits_the_rest_to_unquantized_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(precisionlaw, "FORMS", FAST[:1])
     runs = with_rises(quartet(passes=(("none", "none"), ("mxfp4", "none"))))
-    analysis = fit.analyze(runs, (1e21,), 50, intervals="noise", speedup={"mxfp4": 2.0})
-    alone = fit.analyze(runs[runs.forward == "none"].drop(columns="forward"), (1e21,), 50, intervals="noise")
+    analysis = fit.analyze(runs, (1e21,), 20, intervals="noise", speedup={"mxfp4 forward": 2.0})
+    alone = fit.analyze(runs[runs.forward == "none"].drop(columns="forward"), (1e21,), 20, intervals="noise")
     assert analysis.law.constants_ == alone.law.constants_
     fit.write_report(analysis, tmp_path)
     saved, page = json.loads((tmp_path / "law.json").read_text())["precision"], (tmp_path / "report.html").read_text()
