@@ -117,32 +117,27 @@ class PrecisionLaw(Estimator):
         names = [[NONE, *sorted({*labels} - {NONE})] for labels in passes]
         codes = [np.array([of.index(v) + 1.0 for v in labels]) for of, labels in zip(names, passes, strict=True)]
         mean_bits = {p: [P[keep][codes[0] == k + 1].mean() for k in range(len(names[0]))] for p, P in bits.items()}
-        self.laws_ = laws = self._laws(names, mean_bits, only_bits)
+        laws = {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=mean_bits)} if bits else {}
+        for (base, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
+            laws[base + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
+        self.laws_ = {form: law for form, law in laws.items() if form in (self.forms or FORMS)}
+        if not self.laws_:
+            raise InputError(f"forms is {self.forms}, and none applies: bits needs a column such as weights_bits.")
         columns = {"N": runs.N, "D": runs.D, **dict(zip(PASSES, codes, strict=True)), "loss": runs.loss}
-        weight, flexible = runs.weight.copy(), laws["bits"] if only_bits else PrecisionForm(loss_law("gamma"), names)
+        weight, flexible = runs.weight.copy(), laws["bits" if only_bits else "gamma"]
         with suppress(InputError):  # where the runs are too few to judge any
-            outliers = find_outliers(flexible.clone().fit(**columns, weight=weight))
+            outliers = find_outliers(flexible.fit(**columns, weight=weight))
             for row in outliers.rows:
                 at, weight[row] = f"{name[row]}, N = {runs.N[row]:.4g} and D = {runs.D[row]:.4g}", 0.0
                 self.notes_.append(f"An outlier is left out: {at}, {np.expm1(outliers.residual[row]):+.1%} off.")
         known = read_constants("forecast")
         priors = {name: Prior(**known[key]) for name, key in (("loss", "precision"), ("size", "size"))}
-        self.forecaster_ = _Forecaster(laws, draws=self.draws, seed=self.seed, priors=priors)
+        self.forecaster_ = _Forecaster(self.laws_, draws=self.draws, seed=self.seed, priors=priors)
         self.forecaster_.fit(**columns, weight=weight, groups=runs.group)
         self.weights_, self.errors_ = self.forecaster_.weights_, self.forecaster_.errors_
         self.runs_, self.names_, order = runs, name, [NONE, *sorted({*name} - {NONE})]
         self.formats_ = {v: tuple(int(code[name == v][0]) for code in codes) for v in order}
         return self
-
-    def _laws(self, names: list[list[str]], bits: dict[str, list[float]], only_bits: bool) -> dict[str, PrecisionForm]:
-        laws = {}
-        for (title, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
-            laws[title + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
-        laws |= {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=bits)} if bits else {}
-        laws = {form: law for form, law in laws.items() if form in (self.forms or FORMS)}
-        if not laws:
-            raise InputError(f"forms is {self.forms}, and none applies: bits needs a column such as weights_bits.")
-        return laws
 
     # Answers.
 
@@ -176,7 +171,7 @@ class PrecisionLaw(Estimator):
 
         fitted, drawn = (self._log_efficiencies(drawn) for drawn in (False, True))
         weights = replace(self.forecaster_._weights, prior=self.forecaster_.priors["size"])  # not an extrapolation
-        columns = {}
+        columns: Columns = {}
         for k, (name, sign) in enumerate((("N", 1.0), ("D", 1.0), ("speedup", -1.0))):
             variances = weights.variances(fitted[:, k, :, 0], drawn[:, k], np.zeros(len(self.formats_)))
             log, wide = sign * (weights.share @ fitted[:, k, :, 0]), half_width(level, [*variances.values()])

@@ -159,9 +159,9 @@ def test_bad_input_is_one_sentence(law, act, message):
 def test_the_report_of_a_table_has_formats_and_fits_the_rest_to_unquantized_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(precisionlaw, "FORMS", FAST[:1])
     runs = with_rises(quartet(passes=(("none", "none"), ("mxfp4", "none"))))
-    analysis = fit.analyze(runs, (1e21,), 20, intervals="noise", speedup={"mxfp4 forward": 2.0})
-    alone = fit.analyze(runs[runs.forward == "none"].drop(columns="forward"), (1e21,), 20, intervals="noise")
-    assert analysis.law.constants_ == alone.law.constants_
+    analysis = fit.analyze(runs, (1e21,), 10, intervals="noise", speedup={"mxfp4 forward": 2.0})
+    plain = runs[runs.forward == "none"]
+    assert analysis.law.constants_ == fit.ChinchillaLaw().fit(plain.N, plain.D, plain.loss).constants_
     fit.write_report(analysis, tmp_path)
     saved, page = json.loads((tmp_path / "law.json").read_text())["precision"], (tmp_path / "report.html").read_text()
     assert {row["format"] for row in saved["efficiencies"]} == {"none", "mxfp4 forward"}
