@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Self
@@ -12,9 +13,9 @@ from numpy.typing import ArrayLike
 
 from ..checks.outliers import find_outliers
 from ..errors import Array, Columns, InputError, floats, one_of, positive
-from ..forecasting.forecaster import GAP, CutOff, Forecaster, cut_offs, half_width
-from ..forecasting.mixture import FormMixture, SavedForm, SavedMixture
-from ..laws.law import Estimator
+from ..files import read_constants
+from ..forecasting.forecaster import GAP, CutOff, Forecaster, Prior, cut_offs, half_width
+from ..laws.law import Estimator, LossLaw
 from ..laws.registry import loss_law
 from ..table import RunTable, as_table
 from ..uncertainty import check_resampling
@@ -35,6 +36,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FORMS = (*(name + suffix for suffix in ("", ONE) for name in BASES), "bits")
 DRAWS = 100  # resamples of each form; the ends of intervals are then known to 7 % of the width
+FEW_RUNS = 6  # per format; with fewer in a table of bits, only the law by bits is fitted
 RATIOS = np.geomspace(1.0, 1e6, 151)  # D / N at which turning points are sought
 
 
@@ -52,14 +54,8 @@ class _Forecaster(Forecaster):
                 cuts.append(CutOff(cut.reach, fitted, tested, np.maximum(further, np.log(GAP))))
         return cuts
 
-
-class _InFormat(FormMixture):
-    """The laws of N and D in one format."""
-
-    tops_: Mapping[str, float]  # the largest N and D of the runs
-
     def _further(self, points: Columns) -> Array:
-        return np.maximum(_beyond(points, self.tops_, self.ends_[1]), 0.0)
+        return np.maximum(_beyond(points, {name: self.data_[name].max() for name in "ND"}, self.ends_[1]), 0.0)
 
 
 def _beyond(points: Columns, tops: Mapping[str, float], most: float) -> Array:
@@ -91,7 +87,8 @@ class PrecisionLaw(Estimator):
     def __repr__(self) -> str:
         if not self.__sklearn_is_fitted__():
             return f"PrecisionLaw({'' if self.forms is None else f'forms={self.forms!r}'})"
-        return f"PrecisionLaw of {', '.join(self.formats_)}: {self.forecaster_!r}"
+        shares = ", ".join(f"{form} {share:.0%}" for form, share in self.weights_.items())
+        return f"PrecisionLaw of {', '.join(self.formats_)}: {shares}; {len(self.forecaster_.cut_offs_)} hold-outs"
 
     def fit(self, table: Any) -> Self:
         """Fit to a RunTable, DataFrame, file or sweep directory.
@@ -110,9 +107,9 @@ class PrecisionLaw(Estimator):
                 "formats are in columns such as weights_format, weights_bits, or forward and backward."
             )
         self.rise_ = RiseLaw.fit(runs.where(counted & plain), self.draws, self.seed, self.notes_)
-        keep = frequent(passes, counted)
-        only_bits = bool(bits) and keep.sum() < 0.5 * counted.sum()  # bits vary as a number, such as from 3 to 12
-        keep = counted if only_bits else keep
+        named = not all(column.endswith("_bits") for column in format_columns(runs.frame).values())
+        only_bits = bool(bits) and not named and counted.sum() < FEW_RUNS * len({*name})
+        keep = counted if only_bits else frequent(passes, counted)
         if (name[keep] == NONE).all():
             raise InputError(f"no format has {LEAST_RUNS} runs or more; add runs in each format.")
         self.notes_ += [f"{v} is left out: a format needs {LEAST_RUNS} runs or more." for v in {*name} - {*name[keep]}]
@@ -120,58 +117,49 @@ class PrecisionLaw(Estimator):
         names = [[NONE, *sorted({*labels} - {NONE})] for labels in passes]
         codes = [np.array([of.index(v) + 1.0 for v in labels]) for of, labels in zip(names, passes, strict=True)]
         mean_bits = {p: [P[keep][codes[0] == k + 1].mean() for k in range(len(names[0]))] for p, P in bits.items()}
-        laws = self._laws(names, mean_bits, only_bits)
+        laws = {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=mean_bits)} if bits else {}
+        for (base, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
+            laws[base + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
+        self.laws_ = {form: law for form, law in laws.items() if form in (self.forms or FORMS)}
+        if not self.laws_:
+            raise InputError(f"forms is {self.forms}, and none applies: bits needs a column such as weights_bits.")
         columns = {"N": runs.N, "D": runs.D, **dict(zip(PASSES, codes, strict=True)), "loss": runs.loss}
-        outliers = find_outliers(next(iter(laws.values())).clone().fit(**columns, weight=runs.weight))
-        for row in outliers.rows:
-            at = f"{name[row]}, N = {runs.N[row]:.4g} and D = {runs.D[row]:.4g}"
-            self.notes_.append(f"An outlier is left out: {at}, {np.expm1(outliers.residual[row]):+.1%} off the law.")
-        weight = np.where(np.isin(np.arange(len(name)), outliers.rows), 0.0, runs.weight)
-        self.forecaster_ = _Forecaster(laws, draws=self.draws, seed=self.seed)
+        weight, flexible = runs.weight.copy(), laws["bits" if only_bits else "gamma"]
+        with suppress(InputError):  # where the runs are too few to judge any
+            outliers = find_outliers(flexible.fit(**columns, weight=weight))
+            for row in outliers.rows:
+                at, weight[row] = f"{name[row]}, N = {runs.N[row]:.4g} and D = {runs.D[row]:.4g}", 0.0
+                self.notes_.append(f"An outlier is left out: {at}, {np.expm1(outliers.residual[row]):+.1%} off.")
+        known = read_constants("forecast")
+        priors = {name: Prior(**known[key]) for name, key in (("loss", "precision"), ("size", "size"))}
+        self.forecaster_ = _Forecaster(self.laws_, draws=self.draws, seed=self.seed, priors=priors)
         self.forecaster_.fit(**columns, weight=weight, groups=runs.group)
         self.weights_, self.errors_ = self.forecaster_.weights_, self.forecaster_.errors_
         self.runs_, self.names_, order = runs, name, [NONE, *sorted({*name} - {NONE})]
         self.formats_ = {v: tuple(int(code[name == v][0]) for code in codes) for v in order}
         return self
 
-    def _laws(self, names: list[list[str]], bits: dict[str, list[float]], only_bits: bool) -> dict[str, PrecisionForm]:
-        laws = {}
-        for (title, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
-            laws[title + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
-        laws |= {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=bits)} if bits else {}
-        laws = {form: law for form, law in laws.items() if form in (self.forms or FORMS)}
-        if not laws:
-            raise InputError(f"forms is {self.forms}, and none applies: bits needs a column such as weights_bits.")
-        return laws
-
     # Answers.
-
-    def in_format(self, format: str = NONE) -> _InFormat:
-        """Return the laws of N and D in a format, with `forecast`, `optimal`, and `laws_` for `inference_aware`."""
-        self._fitted()
-        one_of("format", format, self.formats_)
-        f, codes, forms = self.forecaster_, self.formats_[format], {}
-        for name, member in f._members.items():
-            law = f.laws_[name]
-            draws = {k: np.resize(v, self.draws) for k, v in law.in_format(member.draws, codes).items()}
-            constants = {k: float(v[0]) for k, v in law.in_format(member.constants, codes).items()}
-            forms[name] = SavedForm(law.base.form, law.base.options(), constants, draws)
-        # Hold-outs judge the loss; the rate of errors of the best N is the one that public tables show.
-        rates = {"loss": f.rate_, "size": f.priors["size"].rate}
-        share = dict.fromkeys(rates, f._weights.share)
-        mixture = _InFormat.from_saved(
-            SavedMixture(forms, share, rates, f.priors, self.draws, f.ends_, None, f.noise_), self
-        )
-        mixture.tops_ = {name: f.data_[name].max() for name in "ND"}
-        for name, law in mixture.laws_.items():
-            law.draws_ = forms[name].draws
-        return mixture
 
     def predict(
         self, N: ArrayLike, D: ArrayLike, format: str = NONE, level: float = 0.95, kind: str = "run"
     ) -> pd.DataFrame:
         """Return the loss in a format, with low and high: the interval of a new run (`kind` "run") or of the law."""
-        return self.in_format(format).forecast(N, D, level=level, kind=kind)
+        self._fitted()
+        one_of("format", format, self.formats_)
+        return self.forecaster_.forecast(N, D, *self.formats_[format], level=level, kind=kind)
+
+    def in_format(self, format: str = NONE, form: str | None = None) -> LossLaw:
+        """Return the law of N and D in a format, with draws: by one form, by default that of the largest weight."""
+        self._fitted()
+        one_of("format", format, self.formats_)
+        name = form or max(self.weights_, key=lambda name: self.weights_[name])
+        one_of("form", name, self.weights_)
+        member, form_law, codes = self.forecaster_._members[name], self.laws_[name], self.formats_[format]
+        constants, draws = (form_law.in_format(c, codes) for c in (member.constants, member.draws))
+        law = form_law.base.clone()
+        law.constants_, law.draws_ = {k: float(v[0]) for k, v in constants.items()}, draws
+        return law
 
     def efficiencies(self, level: float = 0.95) -> pd.DataFrame:
         """Return e_N, e_D and 1 / (e_N e_D) of each format, with intervals.
@@ -183,7 +171,7 @@ class PrecisionLaw(Estimator):
 
         fitted, drawn = (self._log_efficiencies(drawn) for drawn in (False, True))
         weights = replace(self.forecaster_._weights, prior=self.forecaster_.priors["size"])  # not an extrapolation
-        columns = {}
+        columns: Columns = {}
         for k, (name, sign) in enumerate((("N", 1.0), ("D", 1.0), ("speedup", -1.0))):
             variances = weights.variances(fitted[:, k, :, 0], drawn[:, k], np.zeros(len(self.formats_)))
             log, wide = sign * (weights.share @ fitted[:, k, :, 0]), half_width(level, [*variances.values()])
@@ -202,18 +190,17 @@ class PrecisionLaw(Estimator):
             one_of("format of speedup", name, self.formats_)
             if not 0.0 < factor < np.inf:
                 raise InputError(f"speedup of {name} is {factor}; it must be a finite number above zero.")
-        C, factors = (
-            positive("flops", np.atleast_1d(floats(flops))),
-            dict.fromkeys(self.formats_, 1.0) | {**(speedup or {})},
-        )
+        C = positive("flops", np.atleast_1d(floats(flops)))
+        factors = dict.fromkeys(self.formats_, 1.0) | dict(speedup or {})
         gain = self._log_efficiencies(True)[:, 2] + np.log([*factors.values()])[:, None]  # (forms, formats, r)
-        tables = []
+        share, tables = self.forecaster_._weights.share, []
         for k, (name, factor) in enumerate(factors.items()):
-            optimum = self.in_format(name).optimal(C * factor, level)
-            low, high = optimum.interval("loss").T
-            wins = float(self.forecaster_._weights.share @ (gain.argmax(axis=1) == k).mean(axis=1))
-            columns = {"flops": C, "format": name, "speedup": factor, "N": optimum.N, "D": optimum.D}
-            tables.append(pd.DataFrame(columns | {"loss": optimum.loss, "low": low, "high": high, "wins": wins}))
+            laws = [self.in_format(name, form) for form in self.weights_]
+            N = np.exp(share @ np.array([np.log(law.optimum(C * factor, law.constants_)[0]) for law in laws]))
+            wins = float(share @ (gain.argmax(axis=1) == k).mean(axis=1))
+            columns: dict[str, Any] = {"flops": C, "format": name, "speedup": factor, "N": N, "D": C * factor / 6.0 / N}
+            loss = self.predict(N, columns["D"], name, level, kind="mean")
+            tables.append(pd.concat([pd.DataFrame(columns), loss], axis=1).assign(wins=wins))
         return pd.concat(tables).sort_values(["flops", "loss"], ignore_index=True)
 
     def turning_points(self, N: ArrayLike, level: float = 0.95) -> pd.DataFrame:
@@ -223,20 +210,19 @@ class PrecisionLaw(Estimator):
         """
         import pandas as pd
 
-        mixture, rows = self.in_format(), []
+        self._fitted()
         if self.rise_ is None:
-            raise InputError(
-                "the table has no usable column quantized_loss_<way>, or too few runs with it; see notes_."
-            )
-        chance = np.repeat(mixture._weights.share / self.draws, self.draws)
+            raise InputError("the table has too few values in columns quantized_loss_<way>; see notes_.")
+        f, rows = self.forecaster_, list[tuple[Any, ...]]()
+        chance = np.repeat(f._weights.share / self.draws, self.draws)
         for way, size in product(self.rise_.ways, positive("N", np.atleast_1d(floats(N)))):
-            points = {"N": np.full(len(RATIOS), size), "D": size * RATIOS}
-            rise = self.rise_(way, **points)
-            at = (np.exp(mixture._log_values(mixture._drawn, points)) + rise[:, 1:]).argmin(axis=1).ravel()
+            points = f._points((size, size * RATIOS, 1, 1), {})
+            rise = self.rise_(way, points["N"], points["D"])
+            at = (np.exp(f._log_values(f._drawn, points)) + rise[:, 1:]).argmin(axis=1).ravel()
             order = np.argsort(at)
             ends = at[order][np.searchsorted(np.cumsum(chance[order]), [0.5 - level / 2, 0.5 + level / 2])]
-            ratios = np.append(RATIOS[:-1], np.inf)[[(mixture.predict(**points) + rise[:, 0]).argmin(), *ends]]
-            rows.append((way, size, *ratios))
+            middle = (f.predict(**points) + rise[:, 0]).argmin()
+            rows.append((way, size, *np.append(RATIOS[:-1], np.inf)[[middle, *ends]]))
         return pd.DataFrame(rows, columns=["way", "N", "ratio", "low", "high"])
 
     def to_dict(self, flops: ArrayLike, speedup: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -256,7 +242,7 @@ class PrecisionLaw(Estimator):
         forms, r = [], self.draws if drawn else 1
         for name, member in self.forecaster_._members.items():
             constants = {k: np.resize(v, r) for k, v in (member.draws if drawn else member.constants).items()}
-            pairs = [self.forecaster_.laws_[name].log_efficiency(constants, *codes) for codes in self.formats_.values()]
+            pairs = [self.laws_[name].log_efficiency(constants, *codes) for codes in self.formats_.values()]
             log = np.array([[np.broadcast_to(v, r) for v in pair] for pair in pairs]).swapaxes(0, 1)
             forms.append([*log, log.sum(axis=0)])
         return np.array(forms)
@@ -266,13 +252,10 @@ def by_precision(runs: RunTable, bootstrap: int, seed: int) -> tuple[RunTable, P
     """Return the runs without quantization, all if there are none, and the law of formats if the table has several."""
     if not format_columns(runs.frame):
         return runs, None
-    law, notes = None, runs.notes
+    law, plain, notes = None, np.zeros(len(runs), dtype=bool), runs.notes
     try:
         plain = read_formats(runs)[0] == NONE
-        if plain.all():
-            return runs, None
-        law = PrecisionLaw(draws=min(bootstrap, DRAWS) or DRAWS, seed=seed).fit(runs)
+        law = None if plain.all() else PrecisionLaw(draws=min(bootstrap, DRAWS) or DRAWS, seed=seed).fit(runs)
     except InputError as error:
         notes = (*notes, f"Number formats have no law: {error}")
-        plain = np.ones(len(runs), dtype=bool) if "plain" not in locals() or not plain.any() else plain
-    return replace(runs.where(plain), notes=notes), law
+    return replace(runs.where(plain) if plain.any() else runs, notes=notes), law

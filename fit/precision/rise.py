@@ -6,7 +6,7 @@ Kumar et al. 2024 (arXiv:2411.04330), equation 2, where C falls with the bits P 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,10 +34,10 @@ class RiseLaw:
         """Fit log rises by least squares; without usable columns, return None. Adds to `notes` what is left out."""
         import pandas as pd
 
-        columns = {"N": runs.N, "D": runs.D, "group": runs.group}
-        columns |= {c: numeric(runs.frame, c)[runs.rows] - runs.loss for c in runs.frame if c.startswith(PREFIX)}
-        rises = pd.DataFrame(columns).melt([*columns][:3], var_name="way", value_name="rise").dropna(subset="rise")
-        rises["way"] = rises["way"].str.removeprefix(PREFIX)
+        names = [name for name in map(str, runs.frame.columns) if name.startswith(PREFIX)]
+        columns: dict[str, Any] = {"N": runs.N, "D": runs.D, "group": runs.group}
+        columns |= {name[len(PREFIX) :]: numeric(runs.frame, name)[runs.rows] - runs.loss for name in names}
+        rises = pd.DataFrame(columns).melt(["N", "D", "group"], var_name="way", value_name="rise").dropna()
         for way, count in rises["way"][rises["rise"] <= 0].value_counts().items():
             notes.append(f"{PREFIX}{way} is no higher than the loss in {count} runs; the law of its rise lacks them.")
         rises = rises[rises["rise"] > 0]
@@ -56,7 +56,7 @@ class RiseLaw:
         target, inverse = np.log(rises["rise"].to_numpy()), np.linalg.pinv(design)
         theta, hat = inverse @ target, design @ inverse
         residual = target - design @ theta
-        for rows in rises.groupby("group").indices.values():  # residuals of the fit without the run
+        for rows in (np.flatnonzero(group == label) for label in np.unique(group)):  # of the fit without the run
             residual[rows] = np.linalg.pinv(np.eye(len(rows)) - hat[np.ix_(rows, rows)]) @ residual[rows]
         drawn = wild_targets(design @ theta, residual, group, draws, seed, freedom)
         return cls(tuple(ways), np.vstack([theta, drawn @ inverse.T]), rises)

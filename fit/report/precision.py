@@ -67,20 +67,22 @@ def draw_precision(law: PrecisionLaw | None) -> dict[str, Any]:
         return drawn
     runs, data = law.runs_, list[Any]()
     C = 6.0 * runs.N * runs.D
-    reach = np.geomspace(C.min(), C.max(), 40)
+    best = law.best(np.geomspace(C.min(), C.max(), 40)).sort_values("flops")
     for k, name in enumerate(law.formats_):
-        of, look = law.names_ == name, {"legendgroup": name}
+        of_best, of, look = best[best["format"] == name], law.names_ == name, {"legendgroup": name}
         hover = [f"{name}: N {count(N)}, D {count(D)}" for N, D in zip(runs.N[of], runs.D[of], strict=True)]
         data.append(points(C[of], runs.loss[of], colour := PALETTE[k % len(PALETTE)], hover, 6, name=name, **look))
-        data.append(line(reach, law.in_format(name).optimal(reach).loss, colour, width=1.5, **look))
+        data.append(line(of_best["flops"], of_best["loss"], colour, width=1.5, **look))
     drawn["formats"] = {"data": data, "layout": layout("training FLOPs (6ND)", LOSS, C)}
     if law.rise_ is not None:
-        rises, data = law.rise_.runs, []
-        x = np.geomspace(*np.quantile(ratio := rises["D"] / rises["N"], [0.0, 1.0]), 20)
-        for (way, N), of in rises.groupby(["way", "N"]):
-            colour = PALETTE[law.rise_.ways.index(way) % len(PALETTE)]
-            data.append(points(of["D"] / N, of["rise"], colour, [f"{way}: N {count(N)}"] * len(of), 6, name=way))
-            data.append(line(x, law.rise_(way, np.full(20, N), N * x)[:, 0], colour, width=1.0))
+        rises, data, ratio = law.rise_.runs, [], (law.rise_.runs["D"] / law.rise_.runs["N"]).to_numpy()
+        x = np.geomspace(ratio.min(), ratio.max(), 20)
+        for k, way in enumerate(law.rise_.ways):
+            for N in np.unique(rises["N"]):
+                of, colour = ((rises["way"] == way) & (rises["N"] == N)).to_numpy(), PALETTE[k % len(PALETTE)]
+                hover = [f"{way}: N {count(N)}"] * int(of.sum())
+                data.append(points(ratio[of], rises["rise"][of], colour, hover, 6, name=way, showlegend=False))
+                data.append(line(x, law.rise_(way, np.full(20, N), N * x)[:, 0], colour, width=1.0, name=way))
         look = layout("tokens per parameter D/N", "added loss (nats per token)", ratio, rises["rise"], log_y=True)
-        drawn["after-training"] = {"data": data, "layout": look | {"showlegend": False}}
+        drawn["after-training"] = {"data": data, "layout": look}
     return drawn
