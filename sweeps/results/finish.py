@@ -77,7 +77,8 @@ def write_results(
         except UserError:
             raise  # nothing to fit yet
         except Exception as error:
-            write_json(sweep.path / FIT_FAILURE, {"reason": f"{error}" or type(error).__name__})
+            if not speedup:  # it is the command's, and no fault of the sweep
+                write_json(sweep.path / FIT_FAILURE, {"reason": f"{error}" or type(error).__name__})
             raise
         write_json(inputs, {"digest": digest, "made": _stamps(sweep, MADE)})
     (sweep.path / FIT_FAILURE).unlink(missing_ok=True)
@@ -115,6 +116,8 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None, speedup: dict[s
         raise UserError(
             f"no run of {sweep.path} is done, so there is nothing to fit yet; see `isoflop status {sweep.path}`"
         )
+    if speedup and "weights_format" not in table:
+        raise UserError(f"--speedup is given, but no run of {sweep.path} has a number format; leave it out")
     costs = account(sweep)
     write_json(sweep.path / COSTS, costs)
     if (grid_results := grid_class(settings).results(sweep)) is not None:

@@ -91,15 +91,26 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
     return sweep
 
 
-def test_a_table_keeps_formats_apart_and_the_main_law_is_of_the_unquantized_runs(finished: SweepDirectory) -> None:
-    runs = fit.read_table(finished.path)
-    (last,) = runs.frame.query("activations_format != gradients_format")[COLUMNS].drop_duplicates().to_numpy()
+def test_the_main_law_is_of_the_unquantized_runs_and_formats_have_their_own(
+    isoflop: Isoflop, finished: SweepDirectory, tmp_path: Path
+) -> None:
+    table, quick = finished.path / "table.csv", ("--bootstrap", 0, "--intervals", "noise", "--json", "--speedup")
+    frame = fit.read_table(table).frame
+    (last,) = frame.query("activations_format != gradients_format")[COLUMNS].drop_duplicates().to_numpy()
     assert [*last] == ["int4", "int8", "none", 4.25, 8.25, 32.0]
-    analysis = fit.analyze(runs, bootstrap=0, intervals="noise", speedup={"int4/int8/none": 2.0})
-    assert len(analysis.table) == 18
-    by_format = {row["format"]: row for row in analysis.to_dict()["precision"]["efficiencies"]}
-    assert by_format.keys() == {*FORMATS}
-    assert by_format["int4/int8/none"]["speedup"] > by_format["none"]["speedup"] == 1
+    code, output, error = isoflop("fit", table, *quick, "int4/int8/none=9.0")
+    assert code == 0, error
+    law = json.loads(output)
+    assert law["runs"] == 18
+    assert {row["format"] for row in law["precision"]["efficiencies"]} == {*FORMATS}
+    assert law["precision"]["best"][0]["format"] == "int4/int8/none"
+    frame.query("weights_format == 'none'").drop(columns=COLUMNS).to_csv(plain := tmp_path / "plain.csv", index=False)
+    for path, value, sentence in (
+        (table, "int8", "a number for each name"),
+        (plain, "int8=2", "no law of number form"),
+    ):
+        code, _, error = isoflop("fit", path, *quick, value)
+        assert (code, sentence in error) == (2, True)
 
 
 def test_two_formats_of_a_sweep_are_compared_by_name(isoflop: Isoflop, finished: SweepDirectory) -> None:
