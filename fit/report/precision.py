@@ -31,9 +31,9 @@ def precision_text(content: Mapping[str, Any]) -> tuple[list[str], dict[str, pd.
         row = next(row for row in best if row["flops"] == flops)  # the lowest loss is first
         name = "training without quantization" if row["format"] == NONE else row["format"]
         sentences.append(
-            f"In the time of {scientific(flops)} FLOPs without quantization, {name} at a speed of {amount(row['speedup'])} "
-            f"has the lowest loss: {fixed(row['loss'], 4)} with N = {count(row['N'])} and D = {count(row['D'])}. The "
-            f"probability that it is the best format is {percent(row['wins'])}."
+            f"In the time of {scientific(flops)} FLOPs without quantization, {name} at a speed of "
+            f"{amount(row['speedup'])} has the lowest loss: {fixed(row['loss'], 4)} with N = {count(row['N'])} and D = "
+            f"{count(row['D'])}. The probability that it is the best format is {percent(row['wins'])}."
         )
     names = {"N": "e_N", "D": "e_D", "speedup": "pays from a speed of"}
     tables = {
