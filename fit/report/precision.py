@@ -9,6 +9,7 @@ import numpy as np
 
 from ..formatting import amount, count, fixed, percent, scientific
 from ..plots import LOSS
+from ..precision.formats import NONE
 from .figures import PALETTE, layout, line, points
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ def precision_text(content: Mapping[str, Any]) -> tuple[list[str], dict[str, pd.
     best, rise, sentences = content["best"], content["rise"], list[str]()
     for flops in dict.fromkeys(row["flops"] for row in best):
         row = next(row for row in best if row["flops"] == flops)  # the lowest loss is first
+        name = "training without quantization" if row["format"] == NONE else row["format"]
         sentences.append(
-            f"In the time of {scientific(flops)} FLOPs without quantization, {row['format']} at a speed of "
+            f"In the time of {scientific(flops)} FLOPs without quantization, {name} at a speed of "
             f"{amount(row['speedup'])} has the lowest loss: {fixed(row['loss'], 4)} with N = {count(row['N'])} and D = "
             f"{count(row['D'])}. The probability that it is the best format is {percent(row['wins'])}."
         )
