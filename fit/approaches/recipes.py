@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..precision.formats import NONE, read_formats
+from ..formats import NONE, read_formats
 from ..table import Runs, RunTable, as_table
 from .approaches import Estimate, Law, fit_parametric, law_intervals, parametric
 from .compare import Comparison, compare, decoding

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import Array, Columns, Constants, Say, identifiable
+from ..formats import PASSES
 from ..laws.chinchilla import ChinchillaLaw
 from ..laws.law import Law, Problem
 from ..solver.forms import LogSumExp, LogSumTerms
 
-PASSES = ("forward", "backward")  # inputs of the laws: the number of the pass's format, from 1 for none
 LEAST_EXPONENT = 0.02  # a flatter term is indistinguishable from E, and makes efficiencies overflow
 EFFECT = (-5.0, 5.0)  # bounds of a format's change of the log of a term
 STARTS = 6  # all 64 of the base law led to one optimum on the runs of Panferov et al.

@@ -15,12 +15,12 @@ from ..checks.outliers import find_outliers
 from ..errors import Array, Columns, InputError, floats, one_of, positive
 from ..files import read_constants
 from ..forecasting.forecaster import GAP, CutOff, Forecaster, Prior, cut_offs, half_width
+from ..formats import LEAST_RUNS, NONE, PASSES, format_columns, frequent, read_formats
 from ..laws.law import Estimator, LossLaw
 from ..laws.registry import loss_law
 from ..table import RunTable, as_table
 from ..uncertainty import check_resampling
-from .formats import LEAST_RUNS, NONE, format_columns, frequent, read_formats
-from .forms import PASSES, PrecisionForm
+from .forms import PrecisionForm
 from .rise import RiseLaw
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..formats import NONE
 from ..formatting import amount, count, fixed, percent, scientific
 from ..plots import LOSS
-from ..precision.formats import NONE
 from .figures import PALETTE, layout, line, points
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import Array, positive
-from ..table import RunTable, numeric
-from .forms import PASSES
+from .errors import Array, positive
+from .table import RunTable, numeric
 
 if TYPE_CHECKING:
     import pandas as pd
 
+PASSES = ("forward", "backward")  # inputs of the laws: the number of the pass's format, from 1 for none
 NONE = "none"
 UNQUANTIZED = {NONE, "", "nan", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"}
 PLAIN_BITS = 16.0  # numbers of this many bits or more count as not quantized
