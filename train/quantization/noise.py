@@ -1,8 +1,7 @@
 """Random numbers for stochastic rounding: a hash of what they belong to, so every mesh and device draws the same.
 
-A number belongs to a token and to a column, which is an output of one matrix. A token is identified by the run's seed,
-the step, its position, and all tokens of its sequence, which every rank knows, whichever ranks and micro-batches share
-a batch. Equal sequences in one batch share their noise.
+It belongs to an output of a matrix and to a token: to the run's seed, the step, the token's position, and all tokens of
+its sequence, which every rank knows. So equal sequences in one batch share their noise.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def column_keys(name: str, columns: Sequence[int], device: torch.device) -> Tens
 def draw(rows: Tensor, columns: Tensor) -> Tensor:
     """Return a number for each row and column, from their keys: (…, n) fp32. Times `UNIT` it is in [-1/2, 1/2].
 
-    Products of random keys are uniform and pairwise independent in their upper bits (Dietzfelbinger et al. 1997), so
-    that rounding errors average out over tokens. One more round of mixing breaks up their linear structure.
+    Products of keys are pairwise independent (Dietzfelbinger et al. 1997); mixing breaks up their linear structure.
     """
     x = rows[..., None] * columns
     x ^= x >> 15
