@@ -216,8 +216,8 @@ def _quantized_rows(config: RunConfig) -> Iterator[tuple[str, int, int, list[Any
     for parameter in model_shape(dataclasses.replace(model, vocab_size=model.vocab_size or 1)).block:
         if parameter.role in MATRICES:
             name, (outputs, inputs) = parameter.name.removesuffix(".weight"), parameter.shape
-            first, last = (parameter.role == role for role in ("first", "last"))
-            outer, inner = [part[1:] for part in parameter.parts] * first, [(inputs, inputs)] * last
+            outer = [part[1:] for part in parameter.parts] * (parameter.role == "first")
+            inner = [(inputs, inputs)] * (parameter.role == "last")
             for format in sorted({settings.weights, settings.activations} - {"none"}):
                 yield f"{inputs} inputs of {name}", inputs, block_of(format, inputs, settings.block), inner
             for format in {settings.gradients} - {"none"}:

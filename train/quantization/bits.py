@@ -48,8 +48,7 @@ def bits(format: str, block: int | None = None) -> float:
     """Return the mean bits per number of a format, scales included, or of a precision, such as "bf16"."""
     if format in PRECISIONS:
         return PRECISIONS[format]
-    numbers = FORMATS[format]
-    return numbers.bits + numbers.scale_bits / (block or numbers.block)
+    return FORMATS[format].bits + FORMATS[format].scale_bits / (block or FORMATS[format].block)
 
 
 def block_of(format: str, width: int, block: int | None = None) -> int:

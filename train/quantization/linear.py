@@ -18,22 +18,21 @@ from ..config import QuantizationConfig, RunConfig
 from ..model.gpt import GPT
 from ..model.shape import Parameter, model_shape
 from ..parallel.layout import Placement
-from .bits import MATRICES
-from .formats import block_of, fake_quantize
+from .bits import MATRICES, block_of
+from .formats import fake_quantize
 from .noise import Noise, column_keys
 
 Rounding = tuple[str, int, bool]  # format, block, hadamard
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer (…, i) -> (…, o) with the weight of `linear`, rounded factors, and a rounded gradient of Y."""
+    """The layer `linear`, (…, i) -> (…, o), with rounded factors and output gradient, in blocks of the `whole` matrix."""
 
     rank = 0  # among the tensor-parallel ranks
     noise: Noise | None = None  # for stochastic rounding of the gradient, with keys of this rank's columns
     columns: Tensor | None = None
 
     def __init__(self, linear: nn.Module, whole: Parameter, settings: QuantizationConfig) -> None:
-        """Take the blocks from `whole`, the matrix of all ranks."""
         super().__init__()
         self.weight = linear.get_parameter("weight")
         self.product = F.linear if isinstance(linear, nn.Linear) else linear.forward

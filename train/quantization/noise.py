@@ -16,8 +16,7 @@ Keys = tuple[Tensor, Tensor]  # of rows (…, m) and of columns (n,), int32
 
 # Of splitmix64 (Steele et al. 2014), as signed numbers, and of github.com/skeeto/hash-prospector. Products wrap around.
 GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-THIRD = 0x21F0AAAD
-UNIT = 2.0**-32  # a power of two, so that products with it are exact
+THIRD, UNIT = 0x21F0AAAD, 2.0**-32  # products with a power of two are exact
 
 
 class Noise:
@@ -31,8 +30,7 @@ class Noise:
         """Set the keys of a micro-batch, from its tokens (batch, time)."""
         position = torch.arange(tokens.shape[1], device=tokens.device)
         texts = _mixed(tokens * GOLDEN + position).sum(1, keepdim=True)
-        keys = _mixed(_mixed(texts + self.seed) + self.step)
-        self.rows = self.own(_key(keys + GOLDEN * position), 1).flatten()
+        self.rows = self.own(_key(_mixed(_mixed(texts + self.seed) + self.step) + GOLDEN * position), 1).flatten()
 
 
 def column_keys(name: str, columns: Sequence[int], device: torch.device) -> Tensor:
