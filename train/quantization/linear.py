@@ -26,7 +26,7 @@ Rounding = tuple[str, int, bool]  # format, block, hadamard
 
 
 class QuantizedLinear(nn.Module):
-    """The layer `linear`, (…, i) -> (…, o), with rounded factors and output gradient, in blocks of the `whole` matrix."""
+    """The layer `linear`, (…, i) -> (…, o), with rounded factors and output gradient; blocks are those of `whole`."""
 
     rank = 0  # among the tensor-parallel ranks
     noise: Noise | None = None  # for stochastic rounding of the gradient, with keys of this rank's columns
