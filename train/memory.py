@@ -187,8 +187,8 @@ def _kept_by_block(share: Share) -> int:
 def _rounded_copies(config: RunConfig, share: Share) -> int:
     """Return the bytes that a block saves in addition because its factors are rounded."""
     inputs, settings = share.tokens * share.heads * share.head_dim, config.quantization
-    if share.recompute == "selective":  # else these are saved instead of the inputs themselves
-        inputs += 2 * share.rows * share.width + share.tokens * share.hidden
+    # The others are saved instead of the inputs themselves, except where these are recomputed.
+    inputs += (2 * share.rows * share.width + share.tokens * share.hidden) * (share.recompute == "selective")
     numbers = share.block_matrices * (settings.weights != "none") + inputs * (settings.activations != "none")
     return numbers * share.itemsize * (share.recompute != "full")
 

@@ -152,7 +152,6 @@ class ColumnLinear(SplitWeight):
     """x W_r^T with this rank's rows of W: (…, i) -> (…, o/tp), or with sequence parallelism (n/tp, i) -> (n, o/tp)."""
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Use `weight` instead of the layer's, if it is passed."""
         return _Column.apply(x, self.weight if weight is None else weight, self.group, self.sequence_parallel)
 
 

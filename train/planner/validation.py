@@ -194,35 +194,34 @@ def _check_quantization(config: RunConfig) -> None:
     for name, formats in (("rounding", ["gradients"]), ("block", settings.formats), ("hadamard", settings.formats)):
         value = getattr(settings, name)
         if value not in ("nearest", None, False) and not used.keys() & set(formats):
-            reason = f"it must be unset unless quantization.{' or '.join(formats)} is set"
-            raise UserError(f"quantization.{name} is {value}; {reason}")
+            raise UserError(
+                f"quantization.{name} is {value}; it must be unset without a format for {' or '.join(formats)}"
+            )
     for name, value in used.items() if config.model.experts else ():
         raise UserError(f"quantization.{name} is {value}; it must be none with model.experts, which stay unquantized")
     rows = list(_quantized_rows(config))
-    for row, width, sizes, _ in rows:
-        odd = settings.hadamard and any(number & (number - 1) for size in sizes for number in (size, width % size))
-        if sizes and (odd or width % (settings.block or 1)):
+    for row, width, size, _ in rows:
+        odd = settings.hadamard and any(number & (number - 1) for number in (size, width % size))
+        if odd or width % (settings.block or 1):
             divisors = divisors_of(math.gcd(*(width for _, width, *_ in rows)))
             common = [number for number in divisors if not settings.hadamard or number & (number - 1) == 0]
             power = ", and with quantization.hadamard be a power of two" * settings.hadamard
-            must = f"it must divide the {row}{power}: {_nearest(sizes[0], common)}"
-            raise UserError(f"quantization.block is {settings.block or 'null'}; {must}")
+            must = f"must divide the {row}{power}: {_nearest(size, common)}"
+            raise UserError(f"quantization.block is {settings.block or 'null'}; it {must}")
 
 
-def _quantized_rows(config: RunConfig) -> Iterator[tuple[str, int, list[int], list[Any]]]:
-    """Yield the rows cut into blocks: name, size, sizes of blocks, and (size, units) of parts that ranks divide."""
+def _quantized_rows(config: RunConfig) -> Iterator[tuple[str, int, int, list[Any]]]:
+    """Yield the rows cut into blocks: name, size, block, and (size, units) of the parts that ranks divide."""
     settings, model = config.quantization, config.model
     for parameter in model_shape(dataclasses.replace(model, vocab_size=model.vocab_size or 1)).block:
         if parameter.role in MATRICES:
             name, (outputs, inputs) = parameter.name.removesuffix(".weight"), parameter.shape
-            first, last = (parameter.role == role for role in ("first", "last"))
-            sides = [
-                ("inputs", inputs, (settings.weights, settings.activations), [(inputs, inputs)] * last),
-                ("outputs", outputs, (settings.gradients,), [part[1:] for part in parameter.parts] * first),
-            ]
-            for side, width, formats, parts in sides:
-                sizes = [block_of(format, width, settings.block) for format in formats if format != "none"]
-                yield f"{width} {side} of {name}", width, sizes, parts
+            outer = [part[1:] for part in parameter.parts] * (parameter.role == "first")
+            inner = [(inputs, inputs)] * (parameter.role == "last")
+            for format in sorted({settings.weights, settings.activations} - {"none"}):
+                yield f"{inputs} inputs of {name}", inputs, block_of(format, inputs, settings.block), inner
+            for format in {settings.gradients} - {"none"}:
+                yield f"{outputs} outputs of {name}", outputs, block_of(format, outputs, settings.block), outer
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -420,10 +419,9 @@ def _requirement(config: RunConfig, tp: int) -> str | None:
         return f"divide model.expert_hidden, which is {model.moe_hidden}"
     if model.vocab_size is not None and model.padded_vocab_size % tp:
         return f"divide the vocabulary padded to model.vocab_multiple, which is {model.padded_vocab_size}"
-    for row, _, sizes, parts in _quantized_rows(config) if tp > 1 else ():
-        for size in sizes:
-            if any(units % tp or width % (tp * size) for width, units in parts):
-                return f"cut the {row} between blocks of {size} (quantization.block), and no head"
+    for row, _, size, parts in _quantized_rows(config) if tp > 1 else ():
+        if any(units % tp or width % (tp * size) for width, units in parts):
+            return f"cut the {row} between blocks of {size} (quantization.block), and no head"
     if config.parallel.sequence_parallel and length // cp % tp:
         part = f" / parallel.cp {cp}" if cp > 1 else ""
         return f"divide data.sequence_length {length}{part}, or set parallel.sequence_parallel to false"

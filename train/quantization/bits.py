@@ -6,7 +6,7 @@ Deviations from the specifications, each so that a result depends on neither the
   but any exponent. This equals NVFP4 with a power of two as scale of the tensor, unless blocks of a tensor differ by
   more than E4M3's range, 2^14.
 - Scales of FP8, integers and ternary numbers are fp32, one per block, where the papers have one per tensor.
-- Without `quantization.block`, the last block of a row may be shorter than the format's.
+- A row's last block may be shorter, unless `quantization.block` is set.
 """
 
 from __future__ import annotations
@@ -45,14 +45,10 @@ PRECISIONS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0}
 
 
 def bits(format: str, block: int | None = None) -> float:
-    """Return the mean bits per number, with its block's scale, of a format or of a precision such as "bf16".
-
-    `block`: numbers that share a scale; None: the format's.
-    """
+    """Return the mean bits per number of a format, scales included, or of a precision, such as "bf16"."""
     if format in PRECISIONS:
         return PRECISIONS[format]
-    numbers = FORMATS[format]
-    return numbers.bits + numbers.scale_bits / (block or numbers.block)
+    return FORMATS[format].bits + FORMATS[format].scale_bits / (block or FORMATS[format].block)
 
 
 def block_of(format: str, width: int, block: int | None = None) -> int:

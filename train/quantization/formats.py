@@ -1,8 +1,7 @@
 """Quantization to a number format and back, with the same bits on CPUs and GPUs.
 
-Every operation is elementwise and correctly rounded, or a maximum, so no result depends on the order of a sum, on the
-shape of a tensor, or on the hardware. The numbers of a format are multiples of a power of two, their step. In fp32,
-adding and subtracting 1.5 * 2^23 steps rounds to the nearest multiple, ties to even.
+Every operation is correctly rounded and of one or two numbers, or a maximum, so no library changes the order of a sum.
+A format's numbers are multiples of a power of two, their step: adding and subtracting 1.5 * 2^23 steps in fp32 rounds.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..hardware import on_gpu
@@ -22,9 +22,7 @@ AT_A_TIME = 1 << 17  # numbers that stay in a CPU core's cache; chosen by timing
 
 
 def fake_quantize(values: Tensor, format: str, block: int, noise: Keys | None = None, hadamard: bool = False) -> Tensor:
-    """Quantize to a format and back, in blocks along the last dimension, which share a scale.
-
-    Values too large for their block's scale, in MX formats and ternary, become the largest number.
+    """Quantize to a format and back, in blocks along the last dimension. Values beyond a block's range are clipped.
 
     Args:
         values: (…, n) of any floating type; computed in fp32. A block with inf or nan has nan in the result.
@@ -35,9 +33,8 @@ def fake_quantize(values: Tensor, format: str, block: int, noise: Keys | None = 
             over their block (Tseng et al. 2024, arXiv 2402.04396, section 3); in a product, both matrices cancel.
     """
     # One operation for the compiler, whose own code would round otherwise: it fuses products and sums.
-    quantized = _operation if torch.compiler.is_compiling() else _quantized
-    keys, columns = noise or (None, None)
-    return quantized(values, format, block, keys, columns, hadamard)
+    quantized, keys = _operation if torch.compiler.is_compiling() else _quantized, noise or (None, None)
+    return quantized(values, format, block, keys[0], keys[1], hadamard)
 
 
 def _quantized(
@@ -105,12 +102,10 @@ def _power(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Return the mean over the last dimension, with sums of pairs in an order that no library changes."""
+    """Return the mean over the last dimension, by sums of pairs."""
     count = x.shape[-1]
-    while (size := x.shape[-1]) > 1:
-        half = size // 2
-        pairs = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat((pairs, x[..., 2 * half :]), -1) if size % 2 else pairs
+    while x.shape[-1] > 1:
+        x = F.pad(x, (0, x.shape[-1] % 2)).unflatten(-1, (2, -1)).sum(-2)
     return x * (1 / count)
 
 

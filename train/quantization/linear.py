@@ -8,7 +8,6 @@ precision. Gradients pass a rounding unchanged, that of a clipped number too (st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,22 +18,21 @@ from ..config import QuantizationConfig, RunConfig
 from ..model.gpt import GPT
 from ..model.shape import Parameter, model_shape
 from ..parallel.layout import Placement
-from .bits import MATRICES
-from .formats import block_of, fake_quantize
+from .bits import MATRICES, block_of
+from .formats import fake_quantize
 from .noise import Noise, column_keys
 
 Rounding = tuple[str, int, bool]  # format, block, hadamard
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer (…, i) -> (…, o) with the weight of `linear`, rounded factors, and a rounded gradient of Y."""
+    """The layer `linear`, (…, i) -> (…, o), with rounded factors and output gradient; blocks are those of `whole`."""
 
     rank = 0  # among the tensor-parallel ranks
     noise: Noise | None = None  # for stochastic rounding of the gradient, with keys of this rank's columns
     columns: Tensor | None = None
 
     def __init__(self, linear: nn.Module, whole: Parameter, settings: QuantizationConfig) -> None:
-        """Take the blocks from `whole`, the matrix of all ranks."""
         super().__init__()
         self.weight = linear.get_parameter("weight")
         self.product = F.linear if isinstance(linear, nn.Linear) else linear.forward
@@ -78,9 +76,9 @@ class _Rounded(torch.autograd.Function):
 def quantize(
     gpt: GPT, config: RunConfig, placements: Mapping[str, Placement], rank: int, device: torch.device
 ) -> Noise | None:
-    """Replace a model's matrices by layers that round as `config.quantization` says; return their noise, if any.
+    """Let a model's matrices round as `config.quantization` says. Call it after `parallelize`; `rank`: of its tp ranks.
 
-    Call it after `parallelize`, whose `placements` say which outputs tensor-parallel rank `rank` has.
+    Returns the source of noise, or None if rounding is not stochastic.
     """
     settings, noise = config.quantization, None
     if settings.rounding == "stochastic":
@@ -101,14 +99,13 @@ def quantize(
 @torch.no_grad()
 def quantize_for_evaluation(gpt: GPT, config: RunConfig) -> None:
     """Round a whole model's weights once, and its activations in every pass, as in the run's own validation."""
-    rest = replace(config.quantization, weights="none", gradients="none", rounding="nearest")
     for parameter in _matrices(config) if config.quantization.used else ():
         name = parameter.name.removesuffix(".weight")
-        linear = gpt.get_submodule(name)
-        layer = QuantizedLinear(linear, parameter, config.quantization)
+        layer = QuantizedLinear(gpt.get_submodule(name), parameter, config.quantization)
         layer.weight.copy_(_Rounded.apply(layer.weight, layer.of_weight))
-        if rest.used:
-            gpt.set_submodule(name, QuantizedLinear(linear, parameter, rest))
+        layer.of_weight = layer.of_gradient = None
+        if layer.of_input is not None:
+            gpt.set_submodule(name, layer)
 
 
 def _matrices(config: RunConfig) -> list[Parameter]:

@@ -1,8 +1,7 @@
 """Random numbers for stochastic rounding: a hash of what they belong to, so every mesh and device draws the same.
 
-A number belongs to a token and to a column, which is an output of one matrix. A token is identified by the run's seed,
-the step, its position, and all tokens of its sequence, which every rank knows, whichever ranks and micro-batches share
-a batch. Equal sequences in one batch share their noise.
+It belongs to an output of a matrix and to a token: to the run's seed, the step, the token's position, and all tokens of
+its sequence, which every rank knows. So equal sequences in one batch share their noise.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ Keys = tuple[Tensor, Tensor]  # of rows (…, m) and of columns (n,), int32
 
 # Of splitmix64 (Steele et al. 2014), as signed numbers, and of github.com/skeeto/hash-prospector. Products wrap around.
 GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-THIRD = 0x21F0AAAD
-UNIT = 2.0**-32  # a power of two, so that products with it are exact
+THIRD, UNIT = 0x21F0AAAD, 2.0**-32  # products with a power of two are exact
 
 
 class Noise:
@@ -32,8 +30,7 @@ class Noise:
         """Set the keys of a micro-batch, from its tokens (batch, time)."""
         position = torch.arange(tokens.shape[1], device=tokens.device)
         texts = _mixed(tokens * GOLDEN + position).sum(1, keepdim=True)
-        keys = _mixed(_mixed(texts + self.seed) + self.step)
-        self.rows = self.own(_key(keys + GOLDEN * position), 1).flatten()
+        self.rows = self.own(_key(_mixed(_mixed(texts + self.seed) + self.step) + GOLDEN * position), 1).flatten()
 
 
 def column_keys(name: str, columns: Sequence[int], device: torch.device) -> Tensor:
@@ -45,8 +42,7 @@ def column_keys(name: str, columns: Sequence[int], device: torch.device) -> Tens
 def draw(rows: Tensor, columns: Tensor) -> Tensor:
     """Return a number for each row and column, from their keys: (…, n) fp32. Times `UNIT` it is in [-1/2, 1/2].
 
-    Products of random keys are uniform and pairwise independent in their upper bits (Dietzfelbinger et al. 1997), so
-    that rounding errors average out over tokens. One more round of mixing breaks up their linear structure.
+    Products of keys are pairwise independent (Dietzfelbinger et al. 1997); mixing breaks up their linear structure.
     """
     x = rows[..., None] * columns
     x ^= x >> 15

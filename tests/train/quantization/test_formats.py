@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from isoflop.train.quantization.bits import FORMATS, PRECISIONS, bits, block_of
+from isoflop.train.quantization.bits import FORMATS, bits
 from isoflop.train.quantization.formats import fake_quantize
 from isoflop.train.quantization.noise import Noise, column_keys
 from scipy.linalg import hadamard
@@ -17,19 +17,14 @@ CPU = torch.device("cpu")
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-def numbers_of(exponent_bits: int, mantissa_bits: int, bias: int, codes: int) -> np.ndarray:
+def numbers_of(mantissa_bits: int, bias: int, codes: int) -> np.ndarray:
     """Return the non-negative numbers of the first codes of a format, by OCP MX v1.0, section 5.3."""
-    values = []
-    for code in range(codes):
-        exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
-        leading, exponent = (1, exponent) if exponent else (0, 1)
-        values.append((leading + mantissa * 2.0**-mantissa_bits) * 2.0 ** (exponent - bias))
-    assert exponent < 1 << exponent_bits
-    return np.array(values)
+    exponent, mantissa = np.divmod(np.arange(codes), 1 << mantissa_bits)
+    return ((exponent > 0) + mantissa * 2.0**-mantissa_bits) * 2.0 ** (np.maximum(exponent, 1) - bias)
 
 
-E2M1 = numbers_of(2, 1, 1, 8)
-E4M3 = numbers_of(4, 3, 7, 127)  # code 127 is nan
+E2M1 = numbers_of(1, 1, 8)
+E4M3 = numbers_of(3, 7, 127)  # code 127 is nan
 
 
 def nearest(x: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -51,7 +46,7 @@ def samples(block: int, seed: int = 0) -> Tensor:
     return x
 
 
-def scaled(x: Tensor, scale: Tensor, rounded: np.ndarray | Tensor) -> Tensor:
+def scaled(scale: Tensor, rounded: np.ndarray | Tensor) -> Tensor:
     return torch.where(scale > 0, torch.as_tensor(rounded).float() * scale, torch.zeros(()))
 
 
@@ -66,16 +61,16 @@ def reference(format: str, x: Tensor) -> Tensor:
     match format:
         case "fp8_e4m3" | "fp8_e5m2":
             scale = largest * (1 / torch.finfo(FLOAT8[format]).max)
-            return scaled(x, scale, (x * (1 / scale)).nan_to_num().to(FLOAT8[format]))
+            return scaled(scale, (x * (1 / scale)).nan_to_num().to(FLOAT8[format]))
         case "mxfp8" | "mxfp4":
             table, exponent = (E4M3, 8) if format == "mxfp8" else (E2M1, 2)
             scale = torch.exp2(largest.log2().floor() - exponent).where(largest > 0, 1.0)
-            return scaled(x, scale, nearest((x.double() / scale).numpy(), table))
+            return scaled(scale, nearest((x.double() / scale).numpy(), table))
         case "nvfp4":
             exact = (largest * (1 / 6)).where(largest > 0, 1.0)
             shift = torch.exp2(exact.log2().floor())  # the scale of the tensor, a power of two, which E4M3 lacks
             scale = (exact / shift).to(torch.float8_e4m3fn).float() * shift
-            return scaled(x, scale, nearest((x * (1 / scale)).double().numpy(), E2M1)).where(largest > 0, 0.0)
+            return scaled(scale, nearest((x * (1 / scale)).double().numpy(), E2M1)).where(largest > 0, 0.0)
         case "int8" | "int4":
             high = 127 if format == "int8" else 7
             scale = (largest[:, 0] * (1 / high)).where(largest[:, 0] > 0, 1.0)
@@ -83,7 +78,7 @@ def reference(format: str, x: Tensor) -> Tensor:
             return torch.fake_quantize_per_channel_affine(x, scale, zeros, 0, -high, high)
         case _:
             scale = (x.double().abs().sum(1, keepdim=True) / x.shape[1]).float()
-            return scaled(x, scale, (x * (1 / scale)).nan_to_num().round().clamp(-1, 1))
+            return scaled(scale, (x * (1 / scale)).nan_to_num().round().clamp(-1, 1))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -93,11 +88,10 @@ def test_values_are_those_of_the_specification(format: str) -> None:
     if format == "ternary":  # a mean without rounding
         x = (x * 2.0**10).round().clamp(-2000, 2000) * 2.0**-10
     assert_equal(fake_quantize(x, format, block), reference(format, x))
-    # One row of several blocks, the last one shorter; and other floating types.
-    y = fake_quantize(x.view(64, -1)[:, : 8 * block - 5], format, block)
-    parts = [fake_quantize(part, format, part.shape[1]) for part in x.view(64, -1)[:, : 8 * block - 5].split(block, 1)]
-    assert_equal(y, torch.cat(parts, 1))
-    assert_equal(fake_quantize(x.double(), format, block), fake_quantize(x, format, block).double())
+    # Rows of several blocks, the last one shorter; and another floating type.
+    rows = x.view(64, -1)[:, : 8 * block - 5]
+    parts = [fake_quantize(part, format, part.shape[1]) for part in rows.split(block, 1)]
+    assert_equal(fake_quantize(rows, format, block), torch.cat(parts, 1))
     half = x.to(torch.bfloat16)
     assert_equal(fake_quantize(half, format, block), fake_quantize(half.float(), format, block).to(torch.bfloat16))
 
@@ -106,9 +100,7 @@ def test_all_codes_and_the_ties_between_them_round_as_in_the_tables() -> None:
     tables = {
         "fp8_e4m3": torch.arange(127).to(torch.uint8).view(torch.float8_e4m3fn).float(),
         "fp8_e5m2": torch.arange(124).to(torch.uint8).view(torch.float8_e5m2).float(),
-        "mxfp8": torch.tensor(E4M3).float(),
-        "mxfp4": torch.tensor(E2M1).float(),
-        "nvfp4": torch.tensor(E2M1).float(),
+        **{name: torch.tensor(table).float() for name, table in (("mxfp8", E4M3), ("mxfp4", E2M1), ("nvfp4", E2M1))},
         "int8": torch.arange(128).float(),
         "int4": torch.arange(8).float(),
     }
@@ -137,7 +129,6 @@ def test_stochastic_rounding_is_unbiased_and_keeps_the_numbers_of_the_format(for
     row_keys, column = keys(tokens, columns)
     x = torch.randn(columns, generator=torch.Generator().manual_seed(2)).expand(rows, columns)
     y = fake_quantize(x, format, columns, (row_keys[:rows], column))
-    assert 2 <= len(y[:, 1].unique()) <= 3  # both neighbours; three if a third is drawn at the end of a binade
     errors = (y - x).double()
     assert abs(errors.mean()) < 3 * errors.std() / math.sqrt(errors.numel())
     by_column = errors.mean(0) / (errors.std(0) / math.sqrt(rows)).clamp_min(1e-30)
@@ -166,23 +157,19 @@ def test_rotated_blocks_are_those_of_a_hadamard_matrix() -> None:
 
 
 def test_a_block_that_is_not_finite_stays_so_and_others_are_unchanged() -> None:
-    x = samples(16)[:8].repeat(1, 2)
+    x = samples(16)[:8]
     for bad in (math.inf, -math.inf, math.nan):
         for format in FORMATS:
             spoilt = x.clone()
-            spoilt[2, 20] = bad
-            y = fake_quantize(spoilt, format, 16)
-            assert not y[2, 20].isfinite()
-            rest = torch.ones(8, 32, dtype=torch.bool)
-            rest[2, 16:] = False
-            assert_equal(y[rest], fake_quantize(x, format, 16)[rest])
+            spoilt[0, 5] = bad
+            y = fake_quantize(spoilt.view(2, 64), format, 16).view(8, 16)
+            assert not y[0, 5].isfinite()
+            assert_equal(y[1:], fake_quantize(x[1:], format, 16))
 
 
 def test_bits_count_the_scales() -> None:
-    assert (bits("mxfp4"), bits("nvfp4"), bits("mxfp8"), bits("int4", 32)) == (4.25, 4.5, 8.25, 5.0)
-    assert bits("ternary", 1 << 30) == pytest.approx(math.log2(3), abs=1e-6)
-    assert [bits(precision) for precision in PRECISIONS] == [32.0, 16.0, 16.0]
-    assert (block_of("mxfp4", 344), block_of("int8", 64), block_of("int8", 64, 16)) == (32, 64, 16)
+    assert [bits(format) for format in ("mxfp4", "nvfp4", "mxfp8", "fp32", "bf16")] == [4.25, 4.5, 8.25, 32.0, 16.0]
+    assert (bits("int4", 32), bits("ternary", 1 << 30)) == (5.0, pytest.approx(math.log2(3), abs=1e-6))
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,6 @@ import pytest
 import torch
 from isoflop.evaluate.checkpoint import worst_windows
 from isoflop.evaluate.inference.generate import stream
-from isoflop.evaluate.inference.scoring import Scorer
-from isoflop.evaluate.inference.trees import Request
 from isoflop.train import precision
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.config import DataConfig, QuantizationConfig, RunConfig
@@ -43,43 +42,30 @@ def config(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return config
 
 
-class Plain(nn.Module):
-    """A linear layer with rounded factors, in one expression each."""
+def plain(weight: Tensor, settings: QuantizationConfig, x: Tensor) -> Tensor:
+    """Multiply with rounded factors, and let the gradient of the result be rounded."""
 
-    def __init__(self, weight: nn.Parameter, settings: QuantizationConfig) -> None:
-        super().__init__()
-        self.weight, self.settings = weight, settings
+    def rounded(x: Tensor, format: str) -> Tensor:
+        block = block_of(format, x.shape[-1], settings.block)
+        return fake_quantize(x, format, block, hadamard=settings.hadamard)
 
-    def rounded(self, x: Tensor, format: str) -> Tensor:
-        block = block_of(format, x.shape[-1], self.settings.block)
-        return x if format == "none" else fake_quantize(x, format, block, hadamard=self.settings.hadamard)
-
-    def forward(self, x: Tensor) -> Tensor:
-        settings, weight = self.settings, self.weight
-        x = x + (self.rounded(x, settings.activations) - x).detach()
-        y = x @ (weight + (self.rounded(weight, settings.weights) - weight).detach()).T
-        y.register_hook(lambda grad: self.rounded(grad, settings.gradients))
-        return y
+    x = x + (rounded(x, settings.activations) - x).detach()
+    y = x @ (weight + (rounded(weight, settings.weights) - weight).detach()).T
+    y.register_hook(lambda grad: rounded(grad, settings.gradients))
+    return y
 
 
-@pytest.mark.parametrize(
-    ("settings", "model"),
-    [*((settings, {}) for settings in EVERY), (replace(MIXED, rounding="nearest"), MLA)],
-    ids=lambda value: value.weights if isinstance(value, QuantizationConfig) else "",
-)
-def test_gradients_are_those_of_plain_arithmetic_in_float64(
-    config: RunConfig, settings: QuantizationConfig, model: dict[str, Any]
-) -> None:
-    config.quantization, config.model = settings, replace(config.model, **model)
+@pytest.mark.parametrize("settings", [*EVERY, replace(MIXED, rounding="nearest")], ids=lambda value: value.weights)
+def test_gradients_are_those_of_plain_arithmetic_in_float64(config: RunConfig, settings: QuantizationConfig) -> None:
+    config.quantization, config.model = settings, replace(config.model, **(MLA if settings.block else {}))
     tokens = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(0))
     gradients = []
-    for plain in (True, False):
+    for ours in (False, True):
         gpt = build_model(config.model, config.optimizer, 16, seed=0).double()
-        if plain:
-            for name, module in list(gpt.blocks.named_modules()):
-                if isinstance(module, nn.Linear):
-                    gpt.blocks.set_submodule(name, Plain(module.weight, settings))
-        else:
+        for module in gpt.blocks.modules():
+            if isinstance(module, nn.Linear) and not ours:
+                module.forward = partial(plain, module.weight, settings)
+        if ours:
             quantize(gpt, config, {}, 0, torch.device("cpu"))
         gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
         gradients.append({name: parameter.grad for name, parameter in gpt.named_parameters()})
@@ -129,12 +115,8 @@ def test_evaluation_rounds_as_training_did(config: RunConfig, model: dict[str, A
     summary = train(config, tmp_path, report=lambda line: None)
     loaded = load_for_evaluation(tmp_path)
     assert worst_windows(loaded)["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-6)
-    loaded.config.quantization = QuantizationConfig()
     gpt, text = loaded.model.double(), [5, 77, 130, 9, 200]
     with torch.no_grad():
-        expected = gpt(torch.tensor([text]))[0].log_softmax(-1)[range(2, 4), text[3:]].sum().item()
-        (score, _), *_ = Scorer(gpt, "cpu", 64).score([Request(text[:3], text[3:])])
-        assert score == pytest.approx(expected, rel=1e-6)
         greedy = list(text)
         for _ in range(6):
             greedy.append(int(gpt(torch.tensor([greedy]))[0, -1].argmax()))
@@ -146,7 +128,6 @@ def test_evaluation_rounds_as_training_did(config: RunConfig, model: dict[str, A
     [
         ({"block": 32}, {}, "quantization.block"),
         ({"weights": "int8", "hadamard": True}, {"hidden": 88}, "quantization.block"),
-        ({"activations": "mxfp4", "block": 24}, {}, "quantization.block"),
         ({"gradients": "int4", "block": 24, "hadamard": True}, {}, "quantization.block"),
         ({"weights": "int8", "rounding": "stochastic"}, {}, "quantization.rounding"),
         ({"hadamard": True}, {}, "quantization.hadamard"),
