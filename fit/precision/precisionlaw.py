@@ -15,7 +15,11 @@ from ..checks.outliers import find_outliers
 from ..errors import Array, Columns, InputError, floats, one_of, positive
 from ..files import read_constants
 from ..forecasting.forecaster import GAP, CutOff, Forecaster, Prior, cut_offs, half_width
+<<<<<<< HEAD
 from ..formats import LEAST_RUNS, NONE, PASSES, format_columns, frequent, read_formats
+=======
+from ..forecasting.mixture import MAX_DISTANCE
+>>>>>>> 5152b2608f7e77c11db3a9c33b255e2e8cf6493f
 from ..laws.law import Estimator, LossLaw
 from ..laws.registry import loss_law
 from ..table import RunTable, as_table
@@ -198,7 +202,10 @@ class PrecisionLaw(Estimator):
         share, tables = self.forecaster_._weights.share, []
         for k, (name, factor) in enumerate(factors.items()):
             laws = [self.in_format(name, form) for form in self.weights_]
-            N = np.exp(share @ np.array([np.log(law.optimum(C * factor, law.constants_)[0]) for law in laws]))
+            middle = 0.5 * np.log(C * factor / 6.0)
+            with np.errstate(all="ignore"):  # the N of a form without one of its terms is zero or infinite
+                logs = np.array([np.log(law.optimum(C * factor, law.constants_)[0]) - middle for law in laws])
+            N = np.exp(middle + share @ np.clip(np.nan_to_num(logs), -MAX_DISTANCE, MAX_DISTANCE))
             wins = float(share @ (gain.argmax(axis=1) == k).mean(axis=1))
             columns: dict[str, Any] = {"flops": C, "format": name, "speedup": factor, "N": N, "D": C * factor / 6.0 / N}
             loss = self.predict(N, columns["D"], name, level, kind="mean")

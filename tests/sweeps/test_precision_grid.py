@@ -46,9 +46,8 @@ def test_every_point_has_every_format_and_the_unquantized_runs_are_those_of_a_la
     runs = expand_grid(grid(), replace(BASE, quantization=QuantizationConfig(block=4, rounding="stochastic")))
     labels = ["", "int8+block4/int8+block4/int8+block4+stochastic", "int4+block4/int8+block4/none"]
     assert [run.quantization.label for run in runs[:3]] == labels
-    merged = merge_runs(expand_grid(grid(), BASE)).runs
+    by_id = {run_id(run): run for run in (merged := merge_runs(expand_grid(grid(), BASE)).runs)}
     assert sum(run.parent is None for run in merged) == 2 * 3
-    by_id = {run_id(run): run for run in merged}
     assert all(by_id[run.parent].quantization == run.quantization for run in merged if run.parent)
 
 
@@ -95,9 +94,7 @@ def test_the_main_law_is_of_the_unquantized_runs_and_formats_have_their_own(
     frame = fit.read_table(table).frame
     (last,) = frame.query("activations_format != gradients_format")[COLUMNS].drop_duplicates().to_numpy()
     assert [*last] == ["int4", "int8", "none", 4.25, 8.25, 32.0]
-    code, output, error = isoflop("fit", table, *quick, "int4/int8/none=9.0")
-    assert code == 0, error
-    law = json.loads(output)
+    law = json.loads(isoflop("fit", table, *quick, "int4/int8/none=9.0")[1])
     assert law["runs"] == 18
     assert {row["format"] for row in law["precision"]["efficiencies"]} == {*FORMATS}
     assert law["precision"]["best"][0]["format"] == "int4/int8/none"
