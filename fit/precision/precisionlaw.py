@@ -15,11 +15,8 @@ from ..checks.outliers import find_outliers
 from ..errors import Array, Columns, InputError, floats, one_of, positive
 from ..files import read_constants
 from ..forecasting.forecaster import GAP, CutOff, Forecaster, Prior, cut_offs, half_width
-<<<<<<< HEAD
-from ..formats import LEAST_RUNS, NONE, PASSES, format_columns, frequent, read_formats
-=======
 from ..forecasting.mixture import MAX_DISTANCE
->>>>>>> 5152b2608f7e77c11db3a9c33b255e2e8cf6493f
+from ..formats import LEAST_RUNS, NONE, PASSES, format_columns, frequent, read_formats
 from ..laws.law import Estimator, LossLaw
 from ..laws.registry import loss_law
 from ..table import RunTable, as_table
