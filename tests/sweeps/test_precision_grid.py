@@ -46,7 +46,8 @@ def test_every_point_has_every_format_and_the_unquantized_runs_are_those_of_a_la
     runs = expand_grid(grid(), replace(BASE, quantization=QuantizationConfig(block=4, rounding="stochastic")))
     labels = ["", "int8+block4/int8+block4/int8+block4+stochastic", "int4+block4/int8+block4/none"]
     assert [run.quantization.label for run in runs[:3]] == labels
-    by_id = {run_id(run): run for run in (merged := merge_runs(expand_grid(grid(), BASE)).runs)}
+    merged = merge_runs(expand_grid(grid(), BASE)).runs
+    by_id = {run_id(run): run for run in merged}
     assert sum(run.parent is None for run in merged) == 2 * 3
     assert all(by_id[run.parent].quantization == run.quantization for run in merged if run.parent)
 
