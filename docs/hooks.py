@@ -18,7 +18,7 @@ import yaml
 CONF = Path(__file__).resolve().parent.parent / "conf"
 LINKS = tempfile.TemporaryDirectory()  # holds a link to the checkout, named `isoflop`
 GROUPS = (
-    *("model", "data", "optimizer", "schedule", "tuning", "average", "checkpoint"),
+    *("model", "data", "optimizer", "schedule", "tuning", "average", "quantization", "checkpoint"),
     *("parallel", "cluster", "evaluate", "fit", "tracker"),
 )
 OF_OPTIONS = ("kind", "corpus", "tasks", "path")  # settings that make an option what it is

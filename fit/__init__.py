@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         plot_residuals,
         save_figures,
     )
+    from .precision.precisionlaw import PrecisionLaw
     from .published import (
         PublishedLaw,
         compare_published,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from .downstream.downstream import fit_tasks
 from .errors import InputError, one_of, positive
 from .flops import CONVENTIONS, flops_per_token
 from .formatting import INTERVALS
+from .precision.precisionlaw import by_precision
 from .results import Analysis
 from .table import Runs, as_table
 from .uncertainty import check_resampling
@@ -36,10 +37,12 @@ def analyze(
     law: Law | None = None,
     convention: str = "table",
     intervals: str = "mixture",
+    speedup: Mapping[str, float] | None = None,
 ) -> Analysis:
     """Fit the isoFLOP, envelope and parametric approaches to finished runs, a RunTable or DataFrame.
 
-    With several data recipes, each has its own law, and all other results are for the base recipe.
+    With several data recipes, each has its own law, and all other results are for the base recipe. With several number
+    formats, all results except `precision` are for the runs without quantization.
 
     Parameters
     ----------
@@ -53,6 +56,8 @@ def analyze(
         How FLOPs are counted: "table" (as in the table) or "6nd".
     intervals
         "mixture" also fits a mixture of law forms, which becomes the main answer; "noise" does not.
+    speedup
+        Number format -> how many times as fast it trains, for the format that wins a budget.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
     check_resampling(bootstrap, seed, minimum=0)
@@ -61,6 +66,11 @@ def analyze(
     table = as_table(table)
     if law is not None and law.objective == "se" and table.known_se is None:
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
+    table, precision = by_precision(table, bootstrap, seed)
+    if speedup and precision is None:
+        raise InputError(f"speedup is {dict(speedup)}, but the runs have no law of number formats; leave it out.")
+    if speedup and precision is None:
+        raise InputError(f"speedup names {', '.join(speedup)}, but the table gives no law of number formats.")
     counted, note = table, None
     if convention == "6nd" and flops_per_token(table.N, table.D, table.flops) is not None:
         note = "FLOPs are counted as 6ND, as requested, and not as in the table."
@@ -94,6 +104,8 @@ def analyze(
         seed=seed,
         recipes=laws,
         experts=by_experts(counted, goals, quick, seed),
+        precision=precision,
+        speedup=speedup,
     )
     analysis.warnings = run_checks(analysis)
     return analysis

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from .flops import CONVENTIONS, FlopsPerToken, convention_name, flops_per_token
 from .forecasting.mixture import FormMixture, SavedMixture
 from .formatting import INTERVALS, plain_json
 from .laws.persistence import read_law
+from .precision.precisionlaw import PrecisionLaw
 from .table import RunTable
 
 PREFERRED = ("parametric", "isoflop", "envelope")  # order of the approaches where none backtests best
@@ -64,6 +65,8 @@ class Analysis:
     seed: int
     recipes: list[RecipeLaw] = field(default_factory=list)
     experts: ExpertStudy | None = None
+    precision: PrecisionLaw | None = None
+    speedup: Mapping[str, float] | None = None  # of number formats
     warnings: tuple[Warning, ...] = ()
 
     @property
@@ -124,6 +127,7 @@ class Analysis:
                 "recipes": [one.to_dict() for one in self.recipes],
                 "recipes_compared": sentences(self.recipes),
                 "experts": self.experts and self.experts.to_dict(),
+                "precision": self.precision and self.precision.to_dict(self.targets, self.speedup),
                 "interior_minima": self.interior_minima,
                 "profiles": [
                     {

@@ -282,6 +282,7 @@ class AverageConfig:
         return [] if self.kind == "none" else [0.1] if self.spans is None else self.spans
 
 
+PASSES = ("weights", "activations", "gradients")  # whose numbers have a format
 # Number formats that a step can simulate.
 FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4", "int8", "int4", "ternary")
 
@@ -296,6 +297,34 @@ class QuantizationConfig:
     block: Count6 | None = later(None)  # neighbouring numbers with one scale; None: the format's
     rounding: Annotated[str, ("nearest", "stochastic")] = later("nearest")  # of gradients
     hadamard: bool = later(False)  # rotate every block of both factors of a product before they are rounded
+
+    @property
+    def formats(self) -> dict[str, str]:
+        return {name: getattr(self, name) for name in PASSES}
+
+    @property
+    def used(self) -> bool:
+        return any(name != "none" for name in self.formats.values())
+
+    @property
+    def label(self) -> str:
+        """Return the formats' short name, such as int8, or int4/int8/none; empty if all are none."""
+        names = [*self._named().values()]
+        return "" if not self.used else names[0] if len({*names}) == 1 else "/".join(names)
+
+    def columns(self, precision: str) -> dict[str, str | float]:
+        """Return weights_format, weights_bits and so on, for tables. Bits are per number, with its share of scales."""
+        from .quantization.bits import bits
+
+        sizes = {name: bits(precision if f == "none" else f, self.block) for name, f in self.formats.items()}
+        columns = {f"{name}_format": f for name, f in self._named().items()}
+        return columns | {f"{name}_bits": size for name, size in sizes.items()}
+
+    def _named(self) -> dict[str, str]:
+        """Return the formats with what is not the default of each, such as int4+block32+hadamard."""
+        more = ("" if self.block is None else f"+block{self.block}") + "+hadamard" * self.hadamard
+        drawn = {"gradients": "+stochastic" * (self.rounding == "stochastic")}
+        return {name: f if f == "none" else f + more + drawn.get(name, "") for name, f in self.formats.items()}
 
 
 @dataclass

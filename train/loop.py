@@ -312,6 +312,7 @@ class Trainer:
             "ranks": self.job.mesh.size,
             "micro_batch_size": self.stepper.micro,
             "precision": config.precision,
+            **(config.quantization.columns(config.precision) if config.quantization.used else {}),
             **self.balance,
             "torch": torch.__version__,
         }

@@ -214,7 +214,9 @@ class _Rows:
         named = [t.frame.get("device", t.frame.iloc[:, 0]).iloc[t.rows] for t in sides]
         devices = {device for column in named for device in column.astype(str)}
         self.speed = None
-        if (seconds > 0).all() and ("device" not in sides[0].frame or len(devices) == 1):
+        if any((t.frame.iloc[t.rows].filter(regex="_format$").fillna("none") != "none").any(axis=None) for t in sides):
+            self.notes.append("Seconds are not compared, because number formats are simulated.")
+        elif (seconds > 0).all() and ("device" not in sides[0].frame or len(devices) == 1):
             self.speed = np.log(flops / seconds)
         elif (seconds > 0).any():
             self.notes.append("Seconds are not compared, because not all runs were timed on one device.")

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..formats import NONE, read_formats
 from ..table import Runs, RunTable, as_table
 from .approaches import Estimate, Law, fit_parametric, law_intervals, parametric
 from .compare import Comparison, compare, decoding
 
 COLUMN = "recipe"  # `RunTable` reads a column `variant` as this one
-RAW, BASE = "raw", "base"
+RAW, BASE, UNQUANTIZED = "raw", "base", "unquantized"
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,25 @@ class RecipeLaw:
 
 
 def kinds(runs: RunTable) -> str:
-    return "variants" if "variant" in runs.frame else "data recipes"
+    if "variant" in runs.frame:
+        return "variants"
+    return "number formats" if UNQUANTIZED in split(runs) else "data recipes"
 
 
 def split(runs: RunTable) -> dict[str, RunTable]:
-    """Split runs by recipe or variant. The base is first: the one named `raw` or `base`, else the table's first."""
+    """Split runs by recipe or variant, and by number format if one has several.
+
+    The base is first: the one named `raw`, `base` or, if formats are split, `unquantized`, else the table's first.
+    """
     base = BASE if "variant" in runs.frame else RAW
-    if COLUMN not in runs.frame:
-        return {base: runs}
-    names = runs.frame[COLUMN].iloc[runs.rows]
-    recipes = np.where(names.isna() | (names.astype(str).str.strip() == ""), base, names.astype(str))
+    recipes = np.full(len(runs), base, dtype=object)
+    if COLUMN in runs.frame:
+        names = runs.frame[COLUMN].iloc[runs.rows]
+        recipes = np.where(names.isna() | (names.astype(str).str.strip() == ""), base, names.astype(str))
+    pairs = list(zip(recipes.tolist(), read_formats(runs)[0].tolist(), strict=True))
+    if len({*pairs}) > len({*recipes}):
+        parts = ([name] * (name != base) + [format] * (format != NONE) for name, format in pairs)
+        recipes, base = np.array([" ".join(names) or UNQUANTIZED for names in parts], dtype=object), UNQUANTIZED
     ordered = sorted(dict.fromkeys(recipes.tolist()), key=lambda name: name != base)
     return {ordered[0]: runs} if len(ordered) == 1 else {name: runs.where(recipes == name) for name in ordered}
 

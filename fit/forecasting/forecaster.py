@@ -237,9 +237,12 @@ class Forecaster(Estimator):
         if not laws:
             raise InputError(next(iter(self.refused_.values())))
         min_runs = max(MIN_RUNS, *(law.problem_.free for law in laws.values()))
-        cuts = cut_offs({name: data[name] for name in self.inputs}, reach, labels, min_runs)
+        cuts = self._cut_offs({name: data[name] for name in self.inputs}, reach, labels, min_runs)
         members = {name: Member.of(law, cuts) for name, law in laws.items()}
         return self._assemble(data, labels, reach, cuts, members)
+
+    def _cut_offs(self, data: Columns, reach: Array, labels: np.ndarray, min_runs: int) -> list[CutOff]:
+        return cut_offs(data, reach, labels, min_runs)
 
     def _assemble(
         self, data: Columns, labels: np.ndarray, reach: Array, cuts: list[CutOff], members: dict[str, Member]

@@ -22,6 +22,7 @@ from ..plots import ANALYSIS, APPROACH_STYLE, FIGURES, save_figures
 from ..results import Analysis
 from ..uncertainty import END_ERROR
 from . import figures
+from .precision import draw_precision, precision_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,7 +103,7 @@ def render_report(
     from plotly.offline import get_plotlyjs
 
     t, law, (answer, best) = a.table, a.law, _answer(a)
-    drawn = figures.draw_all(a, curves)
+    drawn = figures.draw_all(a, curves) | draw_precision(a.precision)
     shown = {f"figure-{name}": figure for name, figure in drawn.items() if figure is not None}
     return render_template(
         "report.html",
@@ -117,6 +118,7 @@ def render_report(
         covered=INTERVALS[a.lead.intervals["intervals"]],
         exponents=[] if law is None else law.exponent_names,
         equation="" if law is None else law.equation(lambda name: amount(law.constants_[name], 4)),
+        precision=a.precision and precision_text(a.precision.to_dict(a.targets, a.speedup)),
         recipes=a.recipes,
         kind=kinds(a.table),
         compared=sentences(a.recipes),

@@ -16,9 +16,10 @@ from ...fit.laws.registry import DEFAULT, LOSS_LAWS
 from ...train.errors import UserError, counted
 from ..entry import compose_and_conduct, guarded
 from . import bench, checkpoint, sweep
-from .options import AsJson, show
+from .options import AsJson, Speedup, by_name, show
 
 if TYPE_CHECKING:
+    from ...fit import RunTable
     from ...train.data.shards import Shards
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it
@@ -112,6 +113,7 @@ def fit_table(
     tied: Annotated[bool, typer.Option("--tied", help="Force alpha = beta.")] = False,
     fixed_e: Annotated[float | None, typer.Option(help="Fix the irreducible loss E.")] = None,
     convention: Annotated[str, typer.Option(help="How FLOPs are counted: table (as in the table) or 6nd.")] = "table",
+    speedup: Speedup = None,
     output: Annotated[Path | None, typer.Option(help="Folder for law.json and the report.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -125,21 +127,22 @@ def fit_table(
     from ..runs.directory import SweepDirectory
 
     law = loss_law(form, objective=objective, delta=delta, tied=tied, E=fixed_e)
+    speeds = None if speedup is None else by_name("speedup", speedup)
     plain = not (column or derive_d or drop_worst) and repr(law) == repr(loss_law())
     if table.suffix == ".json" and not (table.is_file() and table.read_bytes().lstrip().startswith(b"[")):
-        if not plain or output is not None:
+        if not plain or output is not None or speeds:
             raise UserError(
                 f"{table} is a saved law; only --target-flops, --convention, --intervals and --json apply to it"
             )
         result = fit.answer(table, target_flops, convention, intervals)
     elif (table / "plan.json").exists() and plain and output is None and (convention, intervals) == DEFAULTS:
-        result = write_results(SweepDirectory.open(table), targets=target_flops or None)
+        result = write_results(SweepDirectory.open(table), targets=target_flops or None, speedup=speeds)
         output = table / "fit"
     else:
         runs = _read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
         largest = float(max(runs.flops if convention == "table" else 6.0 * runs.N * runs.D))
         targets = tuple(target_flops or [largest * factor for factor in (10.0, 100.0, 1000.0)])
-        analysis = fit.analyze(runs, targets, bootstrap, seed, law, convention, intervals)
+        analysis = fit.analyze(runs, targets, bootstrap, seed, law, convention, intervals, speeds)
         if analysis.law is None and not any(approach.available for approach in analysis.approaches.values()):
             raise fit.InputError(analysis.approaches["parametric"].reason)
         if output is not None:
@@ -185,7 +188,7 @@ def mix_command(
     from ..runs.directory import SweepDirectory
 
     texts = {"target": target, "base": base, "bounds": bounds, "unique": unique}
-    options = {name: by_domain(name, text) for name, text in texts.items() if text is not None}
+    options = {name: by_name(name, text) for name, text in texts.items() if text is not None}
     study = study_mixtures(source, seed, N=N, D=D, flops=flops, max_epochs=max_epochs, level=level, **options)
     if output is not None:
         study.write(output, source.resolve().stem, {"table": source})
@@ -197,25 +200,13 @@ def mix_command(
         print(f"to train the next mixtures: isoflop suggest {source} --budget FLOPS --write next.yaml")
 
 
-def by_domain(option: str, text: str) -> dict[str, Any]:
-    """Parse code=0.5,prose=0.5, or code=0.1:0.6 of --bounds."""
-    ends, accepted = (2, "code=0.1:0.6,prose=0:1") if option == "bounds" else (1, "code=0.5,prose=0.5")
-    try:
-        pairs = (part.split("=") for part in text.split(","))
-        values = {name.strip(): tuple(map(float, numbers.split(":"))) for name, numbers in pairs}
-    except ValueError:
-        values = {"": ()}
-    if any(len(numbers) != ends for numbers in values.values()):
-        raise UserError(f"--{option} is {text!r}; it must give a number for each domain, as in {accepted}")
-    return {name: numbers if ends == 2 else numbers[0] for name, numbers in values.items()}
-
-
 @app.command("compare")
 def compare_command(
     given: Annotated[
         list[str],
         typer.Argument(
-            help="A sweep of +grid=compare, several sweeps or tables, or overrides such as optimizer=muon.",
+            help="A sweep of variants or number formats, and two of them such as none int8 (default: all), several "
+            "sweeps or tables, or overrides such as optimizer=muon.",
             show_default=False,
         ),
     ],
@@ -229,21 +220,41 @@ def compare_command(
     Given overrides instead of tables, plan the sweep that compares them.
     """
     from ... import fit
-    from ...fit.approaches.recipes import split
     from ..results.finish import print_comparisons
 
     if not any(Path(one).exists() for one in given):
         raise typer.Exit(_plan_comparison(given))
     stems = [Path(one).resolve().stem for one in given]
     names = stems if len({*stems}) == len(given) else given  # such as outputs/a/table.csv and outputs/b/table.csv
-    read = [fit.read_table(one) for one in given]
-    tables = list(zip(names, read, strict=True)) if len(given) > 1 else list(split(read[0]).items())
+    if any(Path(one).exists() for one in given[1:]):
+        tables = [(name, table) for name, one in zip(names, given, strict=True) for _, table in _variants(one)]
+        if len(tables) > len(given):
+            problem = f"of {', '.join(given)}, some have several variants or number formats"
+            raise UserError(f"{problem}; give one of them alone, or tables of one each")
+    else:
+        tables = _variants(*given)
     if len(tables) < 2:
         raise UserError(f"{given[0]} has only one variant; give two sweeps or tables, or a sweep of +grid=compare")
     (name, base), *others = tables
     targets = target_flops or [float(base.flops.max()) * factor for factor in (10.0, 100.0)]
     comparisons = [fit.compare(base, runs, targets, (name, other)) for other, runs in others]
     show([one.to_dict() for one in comparisons], as_json, print_comparisons)
+
+
+def _variants(source: str, *names: str) -> list[tuple[str, RunTable]]:
+    """Return the variants, formats or recipes of a table, by default all, the base first; one name: the base and it."""
+    from ... import fit
+    from ...fit.approaches.recipes import UNQUANTIZED, kinds, split
+
+    runs = fit.read_table(source)
+    tables = split(runs)
+    chosen = [UNQUANTIZED if name == "none" else name for name in names] or [*tables]
+    for name in chosen:
+        if name not in tables:
+            known = f"the {kinds(runs)} of {source} ({', '.join(tables)})"
+            raise UserError(f"{name!r} is neither a sweep or table nor one of {known}")
+    base = [next(iter(tables))] if len(chosen) == 1 else []
+    return [(name, tables[name]) for name in dict.fromkeys([*base, *chosen])]
 
 
 def _plan_comparison(recipes: list[str]) -> int:

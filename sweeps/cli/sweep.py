@@ -17,7 +17,7 @@ import typer
 
 from ...train.errors import UserError, counted
 from ..entry import compose_and_conduct
-from .options import AsJson, ChangesAsJson, Sweep, show
+from .options import AsJson, ChangesAsJson, Speedup, Sweep, by_name, show
 
 if TYPE_CHECKING:
     from ..runs.directory import SweepDirectory
@@ -317,7 +317,7 @@ def suggest_command(
 
 
 @app.command("report")
-def report_command(sweep: Sweep, as_json: AsJson = False) -> None:
+def report_command(sweep: Sweep, speedup: Speedup = None, as_json: AsJson = False) -> None:
     """Write the table, the laws and the report again from the results of the runs."""
     from ..execute.identity import check_links
     from ..results.finish import print_result, write_results
@@ -325,7 +325,7 @@ def report_command(sweep: Sweep, as_json: AsJson = False) -> None:
     directory = _open(sweep)
     check_links(directory)
     with _said_aside(as_json):
-        law = write_results(directory, force=True)
+        law = write_results(directory, force=True, speedup=None if speedup is None else by_name("speedup", speedup))
     show(law, as_json, lambda law: print_result(directory))
 
 

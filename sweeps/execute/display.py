@@ -40,11 +40,13 @@ def _table_of(plan: Plan) -> Table:
     columns = ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time")
     table = plain_table(columns, ("run",), counted(len(plan.runs), "run"))
     refined = any(run.recipe for run in plan.runs)
+    quantized = any(run.formats for run in plan.runs)
     reweighted = len({run.mixture for run in plan.runs}) > 1
     mixed = any(run.N_active != run.N_total for run in plan.runs)
     optional = {
         "N_active": {run.run_id: short(run.N_active or run.N_total) for run in plan.runs if mixed},
         "variant": {run.run_id: run.variant for run in plan.runs if run.variant},
+        "formats": {run.run_id: run.formats or "none" for run in plan.runs if quantized},
         "mixture": {run.run_id: run.mixture for run in plan.runs if reweighted},
         "recipe": {run.run_id: run.recipe or "raw" for run in plan.runs if refined},
         "ranks": {run.run_id: run.mesh + _on_nodes(run.shape) for run in plan.runs if run.mesh},

@@ -90,6 +90,7 @@ def check_run(run: RunConfig, grid: GridConfig, rules: TuningConfig) -> None:
 def run_label(run: RunConfig) -> str:
     named = f"N{short(count_parameters(run.model).N_active)}_D{short(run.D)}_s{run.seed}"
     named += f"_{run.variant}" if run.variant else ""
+    named += f"_{run.quantization.label}" if run.quantization.label else ""
     named += f"_{mixture_label(run.data.weights)}" if run.data.domains else ""
     return f"{named}_{recipe.recipe_label(run.data.recipe)}" if run.data.recipe else named
 

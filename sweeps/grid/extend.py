@@ -41,7 +41,7 @@ def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | 
         before, after = (prepare.from_disk(sweep, more).plan for more in ([], _expand(sweep, config, grid)))
         present = {run.run_id for run in before.runs}
         new = [run for run in after.runs if run.run_id not in present]
-        added = [f"N {short(run.N_total)} D {short(run.D)} {run.mixture}".rstrip() for run in new]
+        added = [f"N {short(run.N_total)} D {short(run.D)} {run.formats or run.mixture}".rstrip() for run in new]
         cost = f"{after.total_flops - before.total_flops:.3g} FLOPs (exact)"
         print("\n".join([*added, f"dry run: {counted(len(added), 'run')} would be added, for {cost}"]))
         return []

@@ -199,7 +199,7 @@ def _affordable(
 def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
     """Fit the finished runs and predict the best loss and N at `target_flops`. Raises NothingToSuggest if it cannot."""
     from ...fit import FormMixture, InputError, read_table
-    from ...fit.approaches.recipes import split
+    from ...fit.approaches.recipes import kinds, split
     from ...fit.forecasting.forecaster import DRAWS
     from ...fit.uncertainty import resampled_together
 
@@ -214,7 +214,8 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
         table = read_table(frame)
         if len(recipes := split(table)) > 1:
             raise NothingToSuggest(
-                f"{sweep.path} has the data recipes {', '.join(recipes)}; a law describes one, so give a sweep with one"
+                f"{sweep.path} has the {kinds(table)} {', '.join(recipes)}; a law describes one, so give a sweep with "
+                f"one, or add runs to all of them with `isoflop extend {sweep.path} grid.FIELD=VALUE`"
             )
         largest = float(table.flops.max())
         target = max(options.targets, default=BEYOND * largest) if target_flops is None else target_flops

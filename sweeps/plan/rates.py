@@ -86,13 +86,15 @@ class Calibration:
         return sum(counts) if all(counts) else 0
 
 
-def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int) -> str:
+def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int, formats: str = "") -> str:
     """Return the key in calibration.json for settings under which runs of equal width are equally fast."""
-    return f"{precision}, {mesh or 'one rank'}, {batch_tokens} tokens a step in sequences of {sequence_length}"
+    numbers = f"{precision} {formats}".rstrip()
+    return f"{numbers}, {mesh or 'one rank'}, {batch_tokens} tokens a step in sequences of {sequence_length}"
 
 
 def run_kind(run: RunConfig) -> str:
-    return kind_of(run.precision, run.parallel.label, run.batch_tokens, run.data.sequence_length)
+    batch, length = run.batch_tokens, run.data.sequence_length
+    return kind_of(run.precision, run.parallel.label, batch, length, run.quantization.label)
 
 
 def place_of(cluster: ClusterConfig, threads: int) -> str:

@@ -188,4 +188,5 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, thr
         recipe=recipe_label(run.data.recipe) if run.data.recipe else "",
         variant=run.variant or "",
         mixture=mixture_label(run.data.weights),
+        formats=run.quantization.label,
     )

@@ -49,17 +49,23 @@ SOURCES = (
 MADE = ("*.csv", "tuning.yaml", COSTS, "fit/law.json", "fit/*.html", "fit/*.png")
 
 
-def write_results(sweep: SweepDirectory, targets: list[float] | None = None, force: bool = False) -> dict[str, Any]:
+def write_results(
+    sweep: SweepDirectory,
+    targets: list[float] | None = None,
+    force: bool = False,
+    speedup: dict[str, float] | None = None,
+) -> dict[str, Any]:
     """Write table.csv, costs.json, fit/law.json and the pages if they are out of date. Returns the laws.
 
     Args:
         targets: FLOP budgets to extrapolate to; None: those of the sweep's config.
         force: Write even what is up to date.
+        speedup: How many times as fast as unquantized runs formats train, by format.
 
     Raises:
         UserError: no run is done.
     """
-    digest, law, inputs = _digest(sweep, targets), None, sweep.path / "fit" / INPUTS
+    digest, law, inputs = _digest(sweep, targets, speedup), None, sweep.path / "fit" / INPUTS
     if not force and read_json(inputs) == {"digest": digest, "made": _stamps(sweep, MADE)}:
         law = read_json(sweep.path / "fit" / "law.json")
     if law is not None:
@@ -67,11 +73,12 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, for
         law = {name: value for name, value in law.items() if name not in hidden}
     else:
         try:
-            law = _analyze(sweep, targets)
+            law = _analyze(sweep, targets, speedup)
         except UserError:
             raise  # nothing to fit yet
         except Exception as error:
-            write_json(sweep.path / FIT_FAILURE, {"reason": f"{error}" or type(error).__name__})
+            if not speedup:  # it is the command's, and no fault of the sweep
+                write_json(sweep.path / FIT_FAILURE, {"reason": f"{error}" or type(error).__name__})
             raise
         write_json(inputs, {"digest": digest, "made": _stamps(sweep, MADE)})
     (sweep.path / FIT_FAILURE).unlink(missing_ok=True)
@@ -79,11 +86,11 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, for
     return law
 
 
-def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
+def _digest(sweep: SweepDirectory, *asked: Any) -> str:
     """Hash the inputs of the results: code by content, the runs' files by size and time."""
     root, digest = (
         Path(__file__).resolve().parents[2],
-        hashlib.sha256(repr((targets, _stamps(sweep, SOURCES))).encode()),
+        hashlib.sha256(repr((asked, _stamps(sweep, SOURCES))).encode()),
     )
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in CODE):
         digest.update(path.read_bytes())
@@ -96,7 +103,7 @@ def _stamps(sweep: SweepDirectory, patterns: tuple[str, ...]) -> dict[str, list[
     return {str(path.relative_to(sweep.path)): [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}
 
 
-def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, Any]:
+def _analyze(sweep: SweepDirectory, targets: list[float] | None, speedup: dict[str, float] | None) -> dict[str, Any]:
     from ... import fit
     from ...fit.laws.registry import loss_law
 
@@ -109,6 +116,8 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         raise UserError(
             f"no run of {sweep.path} is done, so there is nothing to fit yet; see `isoflop status {sweep.path}`"
         )
+    if speedup and "weights_format" not in table:
+        raise UserError(f"--speedup is given, but no run of {sweep.path} has a number format; leave it out")
     costs = account(sweep)
     write_json(sweep.path / COSTS, costs)
     if (grid_results := grid_class(settings).results(sweep)) is not None:
@@ -119,7 +128,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     budgets = targets or options.targets or [largest * factor for factor in (10.0, 100.0, 1000.0)]
     law = loss_law(options.form, objective=options.objective)
     asked = (tuple(budgets), options.bootstrap, 0, law)
-    analysis, ended = fit.analyze(runs, *asked, intervals=options.intervals), fit.read_table(table)
+    analysis, ended = fit.analyze(runs, *asked, intervals=options.intervals, speedup=speedup), fit.read_table(table)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command") or ())
     provenance["preflight"] = "; ".join(summary(*node) for node in read_record(sweep).nodes.items()) or None
@@ -181,7 +190,8 @@ def measured_rates(sweep: SweepDirectory) -> list[Measured]:
         if seconds < LEAST_SECONDS:
             continue
         batch_tokens = planned["D"] // planned["steps"]
-        kind = kind_of(planned["precision"], planned["mesh"], batch_tokens, planned["sequence_length"])
+        numbers = planned["precision"], planned["mesh"]
+        kind = kind_of(*numbers, batch_tokens, planned["sequence_length"], planned["formats"])
         rate = planned["flops_own"] / seconds
         rates.append(Measured(run.run_id, kind, planned["width"], rate, result["device"]))
     return rates
@@ -209,6 +219,7 @@ def print_law(law: dict[str, Any], name: str) -> None:
     """Print the optimum that each approach predicts at each target, then the law, its backtest and the warnings."""
     from ...fit.flops import in_words
     from ...fit.formatting import INTERVALS
+    from ...fit.report.precision import precision_text
 
     if "approaches" not in law and "mixture" in law:
         print_mixture(law)
@@ -243,6 +254,11 @@ def print_law(law: dict[str, Any], name: str) -> None:
         say(law["verdict"])
     for line in law.get("recipes_compared", []):
         say(escape(line))
+    if precision := law.get("precision"):
+        sentences, tables = precision_text(precision)
+        say(escape("\n".join(sentences)))
+        for title, table in tables.items():
+            print_rows([*table], ("format", "form", "quantized"), title, table.to_numpy().tolist())
     for suspect in law.get("suspects", []):
         say(f"  possible reason: {escape(suspect)}")
     for warning in law.get("warnings", []):

@@ -153,8 +153,9 @@ def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
         UserError: `target` is something else, or a finished run.
     """
     from ... import fit
+    from ...fit.approaches.recipes import split
 
-    run_id, path = None, Path(target)
+    run_id, path, recipe = None, Path(target), ""
     if path.name == "config.yaml":
         path = path.parent
     if (path / "config.yaml").is_file():
@@ -163,11 +164,17 @@ def forecast_target(sweep: SweepDirectory, target: str) -> Forecast:
             raise UserError(f"--target is {target}, a run that is done; give a run that is not")
         config = run.config()
         run_id, N, D = run.run_id, float(count_parameters(config.model).N_active), float(config.D)
+        recipe = config.variant or config.quantization.label
     elif "=" in target:
         N, D = _stated_size(target)
     else:
         N, D = _best_size(sweep, target)
-    row = fit.forecast(fit.read_table(sweep.path), [N], [D], LEVEL).iloc[0]
+    tables = split(fit.read_table(sweep.path))
+    if recipe and len(tables) > 1 and recipe not in tables:
+        raise UserError(
+            f"--target is {target}, a run of {recipe}; {sweep.path} has finished runs of {', '.join(tables)}"
+        )
+    row = fit.forecast(tables.get(recipe) or next(iter(tables.values())), [N], [D], LEVEL).iloc[0]
     return Forecast(round(N), round(D), float(row["loss"]), float(row["low"]), float(row["high"]), run_id)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...train.config import ModelConfig, domain_losses, from_dict, mixture_label
+from ...train.config import PASSES, ModelConfig, QuantizationConfig, domain_losses, from_dict, mixture_label
 from ...train.data.recipe.recipe import recipe_label
 from ...train.data.storage import checksum
 from ...train.errors import UserError
@@ -45,8 +45,9 @@ CONFIGURED = {
 }
 CURVE = ["run_id", "step", "tokens", "flops", "lr", "batch", "N", "loss", "val_loss"]  # columns of curves.csv
 CURVE_ROWS = 400  # rows of a run in addition to its validated steps
-# Columns that only a sweep with mixtures of experts has.
+# Columns that only a sweep with mixtures of experts has, or one with simulated number formats.
 OF_EXPERTS = ("experts", "experts_per_token", "shared_experts", "load_max", "load_entropy", "dead_experts")
+OF_FORMATS = tuple(f"{name}_{kind}" for kind in ("format", "bits") for name in PASSES)
 
 
 def build_table(sweep: SweepDirectory) -> pd.DataFrame:
@@ -56,8 +57,9 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
     rows = [row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])]
     rows = name_texts_apart(name_recipes_apart(name_mixtures_apart(rows)))
-    if not any(row["experts"] for row in rows):
-        rows = [{name: value for name, value in row.items() if name not in OF_EXPERTS} for row in rows]
+    absent = {*(() if any(row["experts"] for row in rows) else OF_EXPERTS)}
+    absent.update(() if any(row[name] != "none" for row in rows for name in OF_FORMATS[:3]) else OF_FORMATS)
+    rows = [{name: value for name, value in row.items() if name not in absent} for row in rows]
     if (file := sweep.path / UNTUNED).exists():
         checked: dict[Any, Any] = pd.read_csv(file, dtype={"run_id": str}).set_index("run_id").to_dict("index")
         rows = [row | (checked.get(row["run_id"], {}) if row["final"] else {}) for row in rows]
@@ -171,6 +173,8 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         scored_on.append(data.get("target"))
         row |= {name: value for name, value in summary.items() if name.startswith(("weight_", "unique_"))}
     row["held_out"] = checksum(scored_on)[:8]
+    quantization = from_dict(QuantizationConfig, groups.get("quantization") or {}, "quantization.")
+    row |= quantization.columns(groups.get("precision", "fp32"))
     return row | {"recipe_fingerprint": data.get("recipe_fingerprint")}
 
 

@@ -62,6 +62,7 @@ class PlannedRun:
     flops_optimizer: Amount = 0.0  # of matrix products in the updates, of all steps; in none of the three above
     variant: str = ""  # what it is called where variants are compared
     mixture: str = ""  # its domains' shares, as "code0.7+prose0.3"; empty for a text that is no mixture
+    formats: str = ""  # its simulated number formats, as "int8"; empty for none
     N_active: Count | None = None  # None in a plan from before there were mixtures of experts: N_total
 
 

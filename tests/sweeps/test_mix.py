@@ -83,7 +83,7 @@ def test_the_terminal_shows_the_doubt_first(isoflop: Any, tmp_path: Path) -> Non
 
 
 REFUSED = [
-    ("--target", "code", "--target is 'code'; it must give a number for each domain, as in code=0.5,prose=0.5"),
+    ("--target", "code", "--target is 'code'; it must give a number for each name, as in code=0.5,prose=0.5"),
     ("--bounds", "code=0.5", "--bounds is 'code=0.5'; .* as in code=0.1:0.6"),
     ("--target", "web=1", "target has .*web; .* code, prose, docs"),
     ("--base", "code=-1", "zero or more"),
