@@ -185,6 +185,12 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
 
 def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
     """Fill the tensors of `held` from a checkpoint. Raises UserError if one is missing or has another shape."""
+    held = list(held)
+    if quantization(checkpoint) and any(item.kind != "weight" for item in held):
+        raise UserError(
+            f"checkpoint {checkpoint} is quantized and holds only weights, without averages or an optimizer's state; "
+            "give the checkpoint that it was made from"
+        )
     if not (checkpoint / SHARDS_INDEX).is_file():
         return read_whole(checkpoint, parts(held))
     from .shards import read_shards  # imports take half a second, which one process does not need
@@ -230,11 +236,25 @@ class LoadedCheckpoint:
         files = read_document(self.path / "manifest.json", dict[str, FileEntry])
         return checksum(files if self.average is None else [files, self.average])
 
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        return quantization(self.path)
+
+
+def quantization(checkpoint: Path) -> dict[str, Any] | None:
+    """Return format, method and sizes of a checkpoint that `isoflop quantize` wrote; None for any other."""
+    return (read_json(checkpoint / "trainer.json") or {}).get("quantization")
+
+
+def is_step_name(path: Path) -> bool:
+    """Return whether a folder's name is that of a checkpoint, step_<n>."""
+    return _NAME.search(path.name) is not None
+
 
 def find(path: Path | str) -> Path:
     """Return a valid checkpoint: the given one, or the newest of a run directory. Raises UserError if there is none."""
     path = Path(path)
-    if _NAME.search(path.name):
+    if is_step_name(path):
         if not path.is_dir():
             raise UserError(
                 f"checkpoint {path} does not exist; give a run directory or a checkpoints/step_<n> directory"
