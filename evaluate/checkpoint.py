@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..train.checkpoint.checkpoint import quantization
 from ..train.checkpoint.heldout import score_windows
 from ..train.config import canonical_json, run_id, to_dict
 from ..train.errors import UserError, counted
@@ -233,7 +234,7 @@ def _suites() -> dict[str, list[str]]:
 
 
 def _header(loaded: Any, device: str, precision: str) -> dict[str, Any]:
-    config = loaded.config
+    config, bits = loaded.config, quantization(loaded.path)
     counts, length = count_parameters(config.model), config.data.sequence_length
     tokens = loaded.step * config.batch_tokens
     return {
@@ -243,7 +244,7 @@ def _header(loaded: Any, device: str, precision: str) -> dict[str, Any]:
         "name": config.name,
         "step": loaded.step,
         **({} if loaded.average is None else {"average": loaded.average}),
-        **({} if (facts := loaded.quantization) is None else {"quantized": f"{facts['format']}_{facts['method']}"}),
+        **({} if bits is None else {"quantization": f"{bits['format']}_{bits['method']}"}),
         "N_total": counts.N_total,
         "N_active": counts.N_active,
         "N_non_embedding": counts.N_non_embedding,

@@ -69,7 +69,9 @@ def from_config(config: SweepConfig) -> Prepared:
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
     runs, remarks = resolve_runs(config)
-    check_quantize(config.evaluate.quantize, runs)
+    for quantization in parse(config.evaluate.quantize):
+        for run in runs:
+            quantization.groups(run.model)  # raises UserError unless the group divides every matrix
     if config.grid is not None:
         remarks += [*config.grid.notes(runs, Tuner(config.tuning)), *doubts(config, runs)]
     if config.sweep_merge and (sweep.path / "plan.json").exists():
@@ -167,13 +169,6 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
     measured = sweep_rates(sweep.path, config.cluster, room.threads)
     planned = plan_runs(runs, config.cluster, room.flops_per_second, room.jobs, room.threads, measured)
     return Prepared(sweep, config, runs, planned, rate, [*remarks, *plan_remarks(planned)])
-
-
-def check_quantize(entries: Sequence[str], runs: Sequence[RunConfig]) -> None:
-    """Raise UserError if `evaluate.quantize` has an entry that is unknown, repeated, or does not fit a run."""
-    for settings in parse(entries):
-        for run in runs:
-            settings.groups(run.model)
 
 
 def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:

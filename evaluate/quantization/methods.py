@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from .formats import SMALLEST, Quantized, decode, encode, scales_of
-from .settings import Quantization
 
 POWERS = [i / 20 for i in range(20)]  # of channels, as in AWQ's code
 SHRINKS = [1 - i / 10 for i in range(6)]  # of the ends of a group's range; AWQ's code has 0.5 to 1, too
-PASSES = 2  # over the groups; the second lowers the loss by 5 %
+PASSES = 2  # over the groups; the second lowers the rise of the loss by 5 %
 DAMPING = 0.01  # share of the mean of H's diagonal that is added to it, as in GPTQ
 BLOCK = 128  # columns of GPTQ whose errors reach the other columns in one product
 
@@ -40,24 +39,17 @@ class Moments:
         self.magnitude += x.abs().sum(0)
 
 
-def quantize_matrix(weight: Tensor, inputs: Moments, settings: Quantization, group: int) -> Quantized:
-    """Quantize a matrix (rows, columns), float64."""
-    if settings.method == "rtn":
-        return rtn(weight, settings.format, group)
-    return (awq if settings.method == "awq" else gptq)(weight, inputs, settings.format, group)
-
-
-def rtn(weight: Tensor, format: str, group: int) -> Quantized:
-    """Round a matrix (rows, columns) to nearest."""
+def rtn(weight: Tensor, format: str, group: int, inputs: Moments | None = None) -> Quantized:
+    """Round a matrix (rows, columns), float64, to nearest; the inputs do not matter."""
     groups = weight.unflatten(1, (-1, group))
     scales = scales_of(format, groups)
     return Quantized(format, encode(format, groups, scales.of(..., None)).flatten(1), scales)
 
 
-def awq(weight: Tensor, inputs: Moments, format: str, group: int) -> Quantized:
+def awq(weight: Tensor, format: str, group: int, inputs: Moments) -> Quantized:
     """Round W s with clipped ranges, and divide by s again: channels with larger inputs get smaller errors.
 
-    s is (mean |x|)^a with the a of least error, or 1 where clipping alone has less. The quotients are stored, so no
+    s is (mean |x|)^a with the a of least error, or 1 if clipping alone has less. The quotients are stored, so that no
     layer before has to absorb s (ibid., section 3.2); packed codes need it.
     """
     gram, relative = inputs.gram, inputs.magnitude / inputs.magnitude.mean().clamp(min=SMALLEST)
@@ -69,12 +61,11 @@ def awq(weight: Tensor, inputs: Moments, format: str, group: int) -> Quantized:
     scalings = [relative.clamp(min=1e-4) ** power for power in POWERS]  # 1e-4 as in AWQ's code
     scalings = [(s / (s.max() * s.min()).sqrt()).half().double() for s in scalings]
     best = min(scalings, key=lambda s: error(replace(rtn(weight * s, format, group), channels=s)))
-    tried = [scalings[0]] if best is scalings[0] else [scalings[0], best]
-    clipped = (replace(_clipped(weight * s, gram / s / s[:, None], format, group), channels=s) for s in tried)
-    return min(clipped, key=error)
+    scaled = replace(_clipped(weight * best, format, group, gram / best / best[:, None]), channels=best)
+    return min(_clipped(weight, format, group, gram), scaled, key=error)
 
 
-def _clipped(weight: Tensor, gram: Tensor, format: str, group: int) -> Quantized:
+def _clipped(weight: Tensor, format: str, group: int, gram: Tensor) -> Quantized:
     """Round with the ends of each group's range shrunk so that the error, with all other groups as they are, is least.
 
     AWQ searches groups independently; then clipped groups shrink the outputs together. Groups are searched in turn.
@@ -97,7 +88,7 @@ def _clipped(weight: Tensor, gram: Tensor, format: str, group: int) -> Quantized
     return result
 
 
-def gptq(weight: Tensor, inputs: Moments, format: str, group: int) -> Quantized:
+def gptq(weight: Tensor, format: str, group: int, inputs: Moments) -> Quantized:
     """Round column by column; the columns that are still to come make up for each error.
 
     Columns with the largest inputs come first, and scales are those of the original weights, which the authors' code
@@ -120,3 +111,6 @@ def gptq(weight: Tensor, inputs: Moments, format: str, group: int) -> Quantized:
             columns[:, i:] -= torch.outer(errors[:, i], factor[i, i : columns.shape[1]])
         remaining[:, start + BLOCK :] -= errors @ factor[:, BLOCK:]
     return Quantized(format, codes, scales)
+
+
+METHODS = {"rtn": rtn, "awq": awq, "gptq": gptq}

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from ...train.checkpoint.checkpoint import (
     ALONE,
+    STEP_NAME,
     LoadedCheckpoint,
     find,
-    is_step_name,
     load_for_evaluation,
+    quantization,
     whole_weights,
 )
 from ...train.checkpoint.heldout import score_windows
@@ -37,7 +38,7 @@ from ...train.files import put_in_place, temporary_directory_beside
 from ...train.model.block import gated
 from ...train.model.experts import ExpertMLP, Routing
 from .formats import Quantized
-from .methods import Moments, quantize_matrix
+from .methods import METHODS, Moments
 from .settings import Quantization, matrices
 
 TOKENS = 65536  # of calibration text; AWQ takes about as many, GPTQ four times as many
@@ -54,7 +55,7 @@ def quantize_model(
     AWQ and GPTQ calibrate on the first `tokens` tokens of the run's training stream. Raises UserError if this text is
     missing, or if a group does not divide a matrix's width.
     """
-    model, groups = loaded.model, settings.groups(loaded.config.model)
+    model, groups, method = loaded.model, settings.groups(loaded.config.model), METHODS[settings.method]
     batches = [] if settings.method == "rtn" else calibration_text(loaded, tokens)
     streams, result = [model.enter(batch) for batch in batches], dict[str, list[Quantized]]()
     for number, block in enumerate(model.blocks):
@@ -72,7 +73,7 @@ def quantize_model(
         for name, sums in moments.items():
             weight = model.get_parameter(name)
             pairs = zip(weight.double().chunk(len(sums)), sums, strict=True)
-            result[name] = [quantize_matrix(part, inputs, settings, groups[name]) for part, inputs in pairs]
+            result[name] = [method(part, settings.format, groups[name], inputs) for part, inputs in pairs]
             weight.copy_(torch.cat([quantized.weight() for quantized in result[name]]))
         streams = [_through(loaded, block, x, batch) for x, batch in zip(streams, batches, strict=True)]
     return result
@@ -100,12 +101,9 @@ def _observe(model: nn.Module, moments: dict[str, list[Moments]]) -> list[Any]:
             both = (moments[f"{name}.{matrix}.weight"] for matrix in ("gate_up", "down"))
             hooks.append(module.register_forward_pre_hook(partial(_add_routed, *both)))
         elif f"{name}.weight" in moments:  # or an expert's matrix, which is never called itself
-            hooks.append(module.register_forward_pre_hook(partial(_add, moments[f"{name}.weight"][0])))
+            add = moments[f"{name}.weight"][0].add
+            hooks.append(module.register_forward_pre_hook(lambda module, args, add=add: add(args[0].flatten(0, -2))))
     return hooks
-
-
-def _add(moments: Moments, module: nn.Module, args: tuple[Tensor]) -> None:
-    moments.add(args[0].flatten(0, -2))
 
 
 def _add_routed(first: list[Moments], last: list[Moments], module: ExpertMLP, args: tuple[Tensor, Routing]) -> None:
@@ -140,13 +138,13 @@ def quantize_checkpoint(
     Raises UserError as `quantize_model` does, or if `path` has no checkpoint or a quantized one, or `output` exists.
     """
     path = find(path)
-    if output.exists() or is_step_name(output):
+    if output.exists() or STEP_NAME.search(output.name):
         raise UserError(f"{output} exists or is named like a checkpoint; choose a new folder")
     if tokens < 1:
         raise UserError(f"tokens is {tokens}; it must be 1 or more")
-    loaded = load_for_evaluation(path, device)
-    if loaded.quantization is not None:
+    if quantization(path) is not None:
         raise UserError(f"checkpoint {path} is quantized already; give the checkpoint that it was made from")
+    loaded = load_for_evaluation(path, device)
     facts = {"format": settings.format, "method": settings.method, "groups": settings.groups(loaded.config.model)}
     facts |= {"source": str(path), "source_sha256": loaded.checksum, "val_loss_before": held_out_loss(loaded)}
     with temporary_directory_beside(output) as temporary:

@@ -28,9 +28,10 @@ class Quantization:
         for name, accepted in (("format", tuple(CODE_BITS)), ("method", METHODS)):
             if (value := getattr(self, name)) not in accepted:
                 raise UserError(f"{name} is {value!r}; it must be one of {', '.join(accepted)}")
-        if self.group is not None and (self.group < 1 or (self.format == "mxfp4" and self.group != MX_GROUP)):
-            accepted_group = MX_GROUP if self.format == "mxfp4" else "1 or more"
-            raise UserError(f"group is {self.group}; it must be {accepted_group} with format {self.format}")
+        if self.group is not None and self.group < 1:
+            raise UserError(f"group is {self.group}; it must be 1 or more weights")
+        if self.format == "mxfp4" and self.group not in (None, MX_GROUP):
+            raise UserError(f"group is {self.group}; it must be {MX_GROUP} with format mxfp4")
 
     @property
     def label(self) -> str:
@@ -62,11 +63,10 @@ def matrices(model: ModelConfig) -> list[Parameter]:
 def parse(entries: Sequence[str]) -> list[Quantization]:
     """Read `evaluate.quantize`, such as [int4:awq, int8]. Raises UserError for an unknown or repeated entry."""
     try:
-        result = [
-            Quantization(*entry.partition(":")[::2]) if ":" in entry else Quantization(entry) for entry in entries
-        ]
+        pairs = [entry.partition(":") for entry in entries]
+        result = [Quantization(format, method or "rtn") for format, _, method in pairs]
+        if len(set(result)) < len(result):
+            raise UserError("an entry must not be repeated")
     except UserError as error:
         raise UserError(f"evaluate.quantize is {list(entries)}: {error}") from None
-    if len(set(result)) < len(result):
-        raise UserError(f"evaluate.quantize is {list(entries)}; an entry must not be repeated")
     return result

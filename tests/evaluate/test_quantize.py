@@ -118,14 +118,14 @@ def test_gptq_and_awq_equal_plain_implementations(format: str) -> None:
     def error(result: Tensor) -> float:
         return float(((result - weight) @ x.T).square().sum())
 
-    gptq, awq = (method(weight, moments, format, group).weight() for method in (methods.gptq, methods.awq))
+    gptq, awq = (method(weight, format, group, moments).weight() for method in (methods.gptq, methods.awq))
     assert (gptq - plain_gptq(weight, x, format, group)).abs().max() <= 1e-10
     assert (awq - plain_awq(weight, x, format, group)).abs().max() <= 1e-10
     nearest = methods.rtn(weight, format, group)
     assert max(error(gptq), error(awq)) < 0.9 * error(nearest.weight())
     # Without inputs, as of an expert that no token chooses, GPTQ rounds to nearest.
-    assert torch.equal(methods.gptq(weight, nothing, format, group).codes, nearest.codes)
-    assert methods.awq(weight, nothing, format, group).weight().isfinite().all()
+    assert torch.equal(methods.gptq(weight, format, group, nothing).codes, nearest.codes)
+    assert methods.awq(weight, format, group, nothing).weight().isfinite().all()
 
 
 @pytest.mark.parametrize("format", CODE_BITS)
@@ -163,9 +163,10 @@ def unpacked(stored: dict[str, Tensor], format: str, shape: Any) -> Tensor:
 
 def call(*arguments: Any) -> int:
     """Run a command of isoflop in this process; return its exit code."""
-    with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["isoflop", *map(str, arguments)])
-        main()
+        with pytest.raises(SystemExit) as ended:
+            main()
     return int(ended.value.code or 0)
 
 
@@ -203,7 +204,7 @@ def test_a_quantized_checkpoint_is_scored_sampled_and_exported(
     assert call("evaluate", out, "--tasks", quiz, "--json") == 0
     scores = json.loads(capsys.readouterr().out)
     assert scores["held_out"]["val_loss"] == pytest.approx(facts["val_loss"], abs=1e-6)
-    assert scores["quantized"] == f"{format}_{method}"
+    assert scores["quantization"] == f"{format}_{method}"
     assert call("generate", out, "the", "--max-tokens", 2) == 0
     assert call("export", out, tmp_path / "hf") == 0
     assert f"{format} by {method}" in (tmp_path / "hf" / "README.md").read_text()

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ALONE = Mesh()  # a single process
 
-_NAME = re.compile(r"step_(\d+)$")
+STEP_NAME = re.compile(r"step_(\d+)$")
 _REQUIRED = ("trainer.json", "config.json")
 
 
@@ -127,7 +127,7 @@ def _damage(checkpoint: Path, rank: int, ranks: int) -> str | None:
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
     """Return (step, directory) of every checkpoint, also damaged ones, oldest first."""
-    steps = [(int(match[1]), path) for path in root.glob("step_*") if (match := _NAME.search(path.name))]
+    steps = [(int(match[1]), path) for path in root.glob("step_*") if (match := STEP_NAME.search(path.name))]
     return sorted(steps)
 
 
@@ -183,9 +183,8 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
     return result
 
 
-def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
+def read_tensors(checkpoint: Path, held: Sequence[Held]) -> None:
     """Fill the tensors of `held` from a checkpoint. Raises UserError if one is missing or has another shape."""
-    held = list(held)
     if quantization(checkpoint) and any(item.kind != "weight" for item in held):
         raise UserError(
             f"checkpoint {checkpoint} is quantized and holds only weights, without averages or an optimizer's state; "
@@ -236,25 +235,16 @@ class LoadedCheckpoint:
         files = read_document(self.path / "manifest.json", dict[str, FileEntry])
         return checksum(files if self.average is None else [files, self.average])
 
-    @property
-    def quantization(self) -> dict[str, Any] | None:
-        return quantization(self.path)
-
 
 def quantization(checkpoint: Path) -> dict[str, Any] | None:
     """Return format, method and sizes of a checkpoint that `isoflop quantize` wrote; None for any other."""
     return (read_json(checkpoint / "trainer.json") or {}).get("quantization")
 
 
-def is_step_name(path: Path) -> bool:
-    """Return whether a folder's name is that of a checkpoint, step_<n>."""
-    return _NAME.search(path.name) is not None
-
-
 def find(path: Path | str) -> Path:
     """Return a valid checkpoint: the given one, or the newest of a run directory. Raises UserError if there is none."""
     path = Path(path)
-    if is_step_name(path):
+    if STEP_NAME.search(path.name):
         if not path.is_dir():
             raise UserError(
                 f"checkpoint {path} does not exist; give a run directory or a checkpoints/step_<n> directory"
