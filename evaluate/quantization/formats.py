@@ -11,7 +11,7 @@ Everything is computed in float64.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class Scales(NamedTuple):
     scale: Tensor
     zero: Tensor
 
-    def of(self, *index: object) -> Scales:
+    def of(self, *index: Any) -> Scales:
         return Scales(self.scale[index], self.zero[index])
 
 

@@ -20,15 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...train.checkpoint.checkpoint import (
-    ALONE,
-    STEP_NAME,
-    LoadedCheckpoint,
-    find,
-    load_for_evaluation,
-    quantization,
-    whole_weights,
-)
+from ...train.checkpoint import checkpoint as checkpoints
+from ...train.checkpoint.checkpoint import LoadedCheckpoint
 from ...train.checkpoint.heldout import score_windows
 from ...train.checkpoint.saver import Saver
 from ...train.data.mixture import open_stream
@@ -98,8 +91,8 @@ def _observe(model: nn.Module, moments: dict[str, list[Moments]]) -> list[Any]:
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, ExpertMLP) and f"{name}.down.weight" in moments:
-            both = (moments[f"{name}.{matrix}.weight"] for matrix in ("gate_up", "down"))
-            hooks.append(module.register_forward_pre_hook(partial(_add_routed, *both)))
+            first, last = (moments[f"{name}.{matrix}.weight"] for matrix in ("gate_up", "down"))
+            hooks.append(module.register_forward_pre_hook(partial(_add_routed, first, last)))
         elif f"{name}.weight" in moments:  # or an expert's matrix, which is never called itself
             add = moments[f"{name}.weight"][0].add
             hooks.append(module.register_forward_pre_hook(lambda module, args, add=add: add(args[0].flatten(0, -2))))
@@ -137,16 +130,17 @@ def quantize_checkpoint(
 
     Raises UserError as `quantize_model` does, or if `path` has no checkpoint or a quantized one, or `output` exists.
     """
-    path = find(path)
-    if output.exists() or STEP_NAME.search(output.name):
+    path = checkpoints.find(path)
+    if output.exists() or checkpoints.STEP_NAME.search(output.name):
         raise UserError(f"{output} exists or is named like a checkpoint; choose a new folder")
     if tokens < 1:
         raise UserError(f"tokens is {tokens}; it must be 1 or more")
-    if quantization(path) is not None:
+    if checkpoints.quantization(path) is not None:
         raise UserError(f"checkpoint {path} is quantized already; give the checkpoint that it was made from")
-    loaded = load_for_evaluation(path, device)
-    facts = {"format": settings.format, "method": settings.method, "groups": settings.groups(loaded.config.model)}
-    facts |= {"source": str(path), "source_sha256": loaded.checksum, "val_loss_before": held_out_loss(loaded)}
+    loaded = checkpoints.load_for_evaluation(path, device)
+    facts: dict[str, Any] = {"source": str(path), "source_sha256": loaded.checksum, "format": settings.format}
+    facts |= {"method": settings.method, "groups": settings.groups(loaded.config.model)}
+    facts["val_loss_before"] = held_out_loss(loaded)
     with temporary_directory_beside(output) as temporary:
         quantized = quantize_model(loaded, settings, tokens, say)
         tensors = {
@@ -161,8 +155,8 @@ def quantize_checkpoint(
         packed = sum(tensor.nbytes for tensor in tensors.values())
         facts |= {"val_loss": held_out_loss(loaded), "bits_per_weight": 8 * packed / weights}
         facts |= {"bytes": packed + before - 4 * weights, "bytes_before": before}  # all but the matrices stays fp32
-        saver = Saver(temporary / "checkpoints", ALONE, loaded.config, loaded.tokenizer)
-        saver.save(loaded.step, whole_weights(loaded.model), {"quantization": facts})
+        saver = Saver(temporary / "checkpoints", checkpoints.ALONE, loaded.config, loaded.tokenizer)
+        saver.save(loaded.step, checkpoints.whole_weights(loaded.model), {"quantization": facts})
         saver.wait()
         put_in_place(temporary, output)
     return facts

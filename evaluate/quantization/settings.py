@@ -44,13 +44,12 @@ class Quantization:
         """
         result = {}
         for matrix in matrices(model):
-            width = matrix.columns or 0
-            fixed = MX_GROUP if self.format == "mxfp4" else self.group
-            sizes = range(min(width, LARGEST_GROUP), 0, -1) if fixed is None else [fixed]
-            result[matrix.name] = next((size for size in sizes if width % size == 0), 0)
-            if not result[matrix.name]:
+            width, group = matrix.columns or 0, MX_GROUP if self.format == "mxfp4" else self.group
+            sizes = range(min(width, LARGEST_GROUP), 0, -1)
+            result[matrix.name] = group or next(size for size in sizes if width % size == 0)
+            if width % result[matrix.name]:
                 raise UserError(
-                    f"group is {fixed}, with format {self.format}; it must divide {width}, the width of {matrix.name}"
+                    f"group is {group} for {self.format}; it must divide {width}, the width of {matrix.name}"
                 )
         return result
 

@@ -374,9 +374,7 @@ def quantize(
     loss, before = facts["val_loss"], facts["val_loss_before"]
     losses = "" if loss is None or before is None else f", held-out loss {loss:.4f} (before: {before:.4f})"
     line = f"{output}: {format} by {method}, {facts['bits_per_weight']:.2f} bits per weight of the matrices{losses}"
-    sizes = (
-        f"{facts['bytes']:,} bytes instead of {facts['bytes_before']:,}, because embeddings, head and norms stay fp32"
-    )
+    sizes = f"{facts['bytes']:,} bytes instead of {facts['bytes_before']:,}; embeddings, head and norms stay fp32"
     show({"folder": str(output)} | facts, as_json, lambda facts: print(f"{line}\n{sizes}"))
 
 

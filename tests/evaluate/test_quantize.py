@@ -89,12 +89,12 @@ def plain_awq(weight: Tensor, x: Tensor, format: str, group: int) -> Tensor:
 
     def scaled(scale: Tensor, shrink: bool) -> Tensor:
         parts = weight.clone()
-        for start in [*range(0, weight.shape[1], group)] * 2:
+        for start in [*range(0, weight.shape[1], group)] * 3:
             span, best = slice(start, start + group), torch.full((len(weight),), torch.inf, dtype=torch.float64)
             values, before = weight[:, span] * scale[span], parts.clone()
-            for low, high in itertools.product(range(6 if shrink else 1), repeat=2):
+            for low, high in itertools.product(range(8 if shrink else 1), repeat=2):
                 candidate = before.clone()
-                candidate[:, span] = rounded(format, values, *ends(format, values, 1 - low / 10, 1 - high / 10))
+                candidate[:, span] = rounded(format, values, *ends(format, values, 1 - low / 20, 1 - high / 20))
                 candidate[:, span] /= scale[span]
                 errors = ((candidate - weight) @ x.T).square().sum(1)
                 parts = torch.where((errors < best * (1 - 1e-12))[:, None], candidate, parts)

@@ -219,7 +219,7 @@ def test_quantized_losses_are_columns_and_measured_once(
         ("[int5:awq]", r"evaluate.quantize is \['int5:awq'\]: format is 'int5'; it must be one of int8"),
         ("[int4:best]", "method is 'best'; it must be one of rtn"),
         ("[int4,int4:rtn]", "must not be repeated"),
-        ("[mxfp4]", "group is 32, with format mxfp4; it must divide 48, the width of blocks.0.attention.qkv.weight"),
+        ("[mxfp4]", "group is 32; it must divide 48, the width of blocks.0.attention.qkv.weight"),
     ],
 )
 def test_formats_that_do_not_exist_or_fit_are_refused_when_a_sweep_is_planned(
