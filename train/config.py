@@ -297,6 +297,14 @@ class QuantizationConfig:
     rounding: Annotated[str, ("nearest", "stochastic")] = later("nearest")  # of gradients
     hadamard: bool = later(False)  # rotate every block of both factors of a product before they are rounded
 
+    @property
+    def formats(self) -> dict[str, str]:
+        return {name: getattr(self, name) for name in ("weights", "activations", "gradients")}
+
+    @property
+    def used(self) -> bool:
+        return any(name != "none" for name in self.formats.values())
+
 
 @dataclass
 class ParallelConfig:

@@ -289,7 +289,7 @@ class Trainer:
 
     def _summary(self, held_out: dict[str, Any]) -> dict[str, Any]:
         config, seconds = self.config, self.progress.seconds
-        flops = flops_exact(config)
+        flops, formats = flops_exact(config), config.quantization.formats
         return {
             "run_id": run_id(config),
             "step": config.steps,
@@ -312,6 +312,7 @@ class Trainer:
             "ranks": self.job.mesh.size,
             "micro_batch_size": self.stepper.micro,
             "precision": config.precision,
+            **({f"{name}_format": value for name, value in formats.items()} if config.quantization.used else {}),
             **self.balance,
             "torch": torch.__version__,
         }

@@ -98,6 +98,7 @@ def _of_rank(config: RunConfig, rank: int, share: Share) -> Memory:
         passes = min(passes, after + 1 if not more else (2 * after + more * parallel.pp + 1) / parallel.chunks)
     dense = 0 if share.experts is None else share.experts.above
     blocks = dense * _kept_by_block(replace(share, experts=None)) + (share.depth - dense) * _kept_by_block(share)
+    blocks += share.depth * _rounded_copies(config, share)
     activations = int(passes * blocks) + 4 * share.rows * share.width * e * (parallel.pp > 1)  # messages, two each way
     if share.device == "cpu" and share.cp == 1 and (share.window is not None or share.documents):  # PyTorch's mask
         activations += (share.sequences if share.documents else 1) * share.length**2 * e
@@ -181,6 +182,15 @@ def _kept_by_block(share: Share) -> int:
     attention, inputs = _attention(share)
     # Without recomputation also both norms' outputs, and gate times up.
     return saved + (inputs if share.recompute == "selective" else 2 * stream + inner + attention)
+
+
+def _rounded_copies(config: RunConfig, share: Share) -> int:
+    """Return the bytes that a block saves in addition because its factors are rounded."""
+    inputs, settings = share.tokens * share.heads * share.head_dim, config.quantization
+    if share.recompute == "selective":  # else these are saved instead of the inputs themselves
+        inputs += 2 * share.rows * share.width + share.tokens * share.hidden
+    numbers = share.block_matrices * (settings.weights != "none") + inputs * (settings.activations != "none")
+    return numbers * share.itemsize * (share.recompute != "full")
 
 
 def _attention(share: Share) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from .parallel.parallelize import parallelize
 from .parallel.pipeline import Pipeline
 from .parallel.zero import StepResult, Zero
 from .precision import LossScaler, compute_dtype
+from .quantization.linear import quantize
 from .schedule import learning_rate_factor
 
 
@@ -63,6 +64,7 @@ class Stepper:
             self.micro = max(n for n in range(1, min(self.micro, halved) + 1) if self.share % (n * multiple) == 0)
         self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
         placements = parallelize(self.gpt, mesh, parallel.sequence_parallel)
+        self.noise = quantize(self.gpt, config, placements, mesh.tp_rank, device)
         if mesh.pp > 1:
             blocks = rank_blocks(config)[mesh.pp_rank]
             self.gpt.keep(blocks, blocks[0].start == 0, blocks[-1].stop == config.model.depth)
@@ -117,6 +119,8 @@ class Stepper:
         """Make optimizer step `step` (0-based). Returns loss, gradient norm, and whether the update was skipped."""
         self.zero.set_rates(learning_rate_factor(self.config, step))
         self.batch = self.prefetch.take(step)
+        if self.noise is not None:
+            self.noise.step = step
         total = None
         while total is None:
             try:

@@ -53,6 +53,7 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts) -> str:
         "title": f"{config.name or f'isoflop {run_id(config)}'}, step {loaded.step}",
         "model": config.model,
         "data": config.data,
+        "quantization": config.quantization,
         "run_id": run_id(config),
         "step": loaded.step,
         "checksum": loaded.checksum,

@@ -24,6 +24,7 @@ from ...train.model.backends import SDPA, Backend
 from ...train.model.block import apply_rotary, rotary_turn
 from ...train.model.gpt import GPT
 from ...train.model.latent import LatentAttention
+from ...train.quantization.linear import QuantizedLinear
 
 # (number of the block, query (n, heads, d), key (n, kv_heads, d), value (n, kv_heads, d)) -> (n, heads, d), rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -126,6 +127,8 @@ class _Absorbed(nn.Module):
         to_key, to_value = mixer.key_value.weight.view(heads, 2 * d, rank).chunk(2, dim=1)  # (heads, d, rank) each
         scale = ((rank + r) / (d + r)) ** 0.5  # the scores are of keys of d + r; attention divides by those of rank + r
         queries, latent, shared = mixer.compressed(x)
+        if isinstance(mixer.key_value, QuantizedLinear):
+            latent = mixer.key_value.round_input(latent)
         query, turned = mixer.query(queries).view(len(x), heads, d + r).split((d, r), dim=-1)
         query = torch.cat((torch.einsum("nhd,hdc->nhc", query, to_key), apply_rotary(turned, *turn)), dim=-1) * scale
         latent = latent[:, None]

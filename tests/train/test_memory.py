@@ -10,7 +10,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from isoflop.train.config import AverageConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from isoflop.train.config import (
+    AverageConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    QuantizationConfig,
+    RunConfig,
+)
 from isoflop.train.memory import memory
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import empty_model
@@ -21,6 +29,7 @@ from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.parallelize import parallelize
 from isoflop.train.parallel.zero import Zero
 from isoflop.train.precision import compute_dtype
+from isoflop.train.quantization.linear import quantize
 from isoflop.train.stepper import halved_micro_batch
 from live_bytes import Live
 from torch import Tensor
@@ -79,6 +88,7 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GP
     """Build a rank's model and engine as the trainer does; weights stay undefined."""
     gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
     placements = parallelize(gpt, mesh, config.parallel.sequence_parallel)
+    quantize(gpt, config, placements, 0, device)
     gpt.place_angles(device)
     zero = Zero(
         gpt, config.optimizer, placements, mesh, stage=config.parallel.zero, dtype=compute_dtype(config.precision),
@@ -160,6 +170,7 @@ def test_the_state_is_what_the_engine_holds(
     assert estimate.optimizer == pytest.approx(optimizer_bytes, rel=0.05)
 
 
+INT8 = QuantizationConfig("int8", "int8", "int8")
 # Below and above the context at which bf16 on CPUs keeps its softmax.
 STEPS = {
     "plain in bf16": run_config(PLAIN, 640, 2, "bf16"),
@@ -171,6 +182,8 @@ STEPS = {
     "grouped, cp": run_config(GROUPED, 512, 4, "bf16", cp=2),
     "biases, full": run_config(BIASED, 128, 8, "fp32", "full"),
     "window": run_config(WINDOWED, 300, 4, "bf16"),
+    "plain, quantized": replace(run_config(PLAIN, 128, 8, "fp32"), quantization=INT8),
+    "grouped, quantized, selective": replace(run_config(GROUPED, 256, 8, "bf16", "selective"), quantization=INT8),
     "wide table, full, stage 3": run_config(WIDE_TABLE, 256, 2, "bf16", "full", dp=4, zero=3, micro_batches=2),
     "latents, cp, tp, stage 3": run_config(LATENT, 1024, 4, "fp32", "full", tp=2, zero=3, cp=4),
 }

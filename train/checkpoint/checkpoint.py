@@ -34,6 +34,7 @@ from ..model.parametrization import build_model
 from ..optimizer.average import whole_copies
 from ..parallel.layout import Held, whole_placement
 from ..parallel.mesh import Mesh
+from ..quantization.linear import quantize_for_evaluation
 from ..schedule import same_until
 from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, parts, read_whole
 
@@ -293,6 +294,7 @@ def load_for_evaluation(
             raise UserError(f"average is {average:g}; checkpoint {path} has averages of spans: {spans}")
         kind = f"average_{copies[average]}"
     read_tensors(path, whole_weights(gpt, kind))
+    quantize_for_evaluation(gpt, config)
     tokenizer = tokenizer_from_directory(path / "tokenizer")
     if config.data.separate_documents:
         gpt.end_of_document = tokenizer.end_of_document

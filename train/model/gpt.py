@@ -205,6 +205,7 @@ class GPT(nn.Module):
         # Id of the token that ends a document. If set, a token sees only its own document; positions stay absolute.
         # Set it before `set_attention`, because not every backend supports it.
         self.end_of_document: int | None = None
+        self.announce: Callable[[Tensor], None] = lambda tokens: None  # called with the tokens before they pass blocks
         self.place_angles()
 
     def place_angles(self, device: torch.device | None = None) -> None:
@@ -246,6 +247,7 @@ class GPT(nn.Module):
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
+        self.announce(tokens)
         local = self.strategy.own
         cos, sin = local(self.cos[:time], 0), local(self.sin[:time], 0)
         seen, penalty = self.seen(tokens, x.dtype), None

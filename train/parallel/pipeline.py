@@ -160,6 +160,7 @@ class Pipeline:
                     graphs[place] = x, [get_gradient_edge(y), *penalties]  # not y, which is freed on arrival
                     del y
             else:
+                self.gpt.announce(rows[micro][:, :-1])  # for recomputation
                 with self.gradients.micro_batch(turn == ends[chunk], chunk):
                     self._backward(messages, micro, chunk, slope, *graphs.pop(place))
         messages.let_go()

@@ -151,15 +151,15 @@ class SplitWeight(nn.Module):
 class ColumnLinear(SplitWeight):
     """x W_r^T with this rank's rows of W: (…, i) -> (…, o/tp), or with sequence parallelism (n/tp, i) -> (n, o/tp)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Column.apply(x, self.weight, self.group, self.sequence_parallel)
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return _Column.apply(x, self.weight if weight is None else weight, self.group, self.sequence_parallel)
 
 
 class RowLinear(SplitWeight):
     """Sum of x_r W_r^T: (…, i/tp) -> (…, o), or with sequence parallelism (n, i/tp) -> (n/tp, o)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Row.apply(x, self.weight, self.group, self.sequence_parallel)
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return _Row.apply(x, self.weight if weight is None else weight, self.group, self.sequence_parallel)
 
 
 class _Embedding(torch.autograd.Function):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from msgspec import Meta
@@ -16,8 +16,9 @@ from msgspec import Meta
 from ..config import DOMAIN_NAME, GROUPED_QUERY, DataConfig, ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from ..errors import UserError, counted
 from ..fields import UNIQUE
-from ..model.shape import micro_batches
+from ..model.shape import micro_batches, model_shape
 from ..optimizer.registry import OPTIMIZERS
+from ..quantization.bits import MATRICES, block_of
 
 LARGEST = 1e30  # limit of every number: more FLOPs than any machine has, and far from an overflow
 
@@ -107,6 +108,7 @@ def validate(config: RunConfig) -> None:
             f"model.window is {window}; it must be 1 to data.sequence_length {data.sequence_length}, or null for no "
             "window"
         )
+    _check_quantization(config)
     check_shapes(config)
 
 
@@ -184,6 +186,42 @@ def _check_model(model: ModelConfig) -> None:
     _check_rope(model)
     if model.experts:
         _check_experts(model)
+
+
+def _check_quantization(config: RunConfig) -> None:
+    settings = config.quantization
+    used = {name: value for name, value in settings.formats.items() if value != "none"}
+    for name, formats in (("rounding", ["gradients"]), ("block", settings.formats), ("hadamard", settings.formats)):
+        value = getattr(settings, name)
+        if value not in ("nearest", None, False) and not used.keys() & set(formats):
+            raise UserError(
+                f"quantization.{name} is {value}; it must be unset without a format for {' or '.join(formats)}"
+            )
+    for name, value in used.items() if config.model.experts else ():
+        raise UserError(f"quantization.{name} is {value}; it must be none with model.experts, which stay unquantized")
+    rows = list(_quantized_rows(config))
+    for row, width, size, _ in rows:
+        odd = settings.hadamard and any(number & (number - 1) for number in (size, width % size))
+        if odd or width % (settings.block or 1):
+            divisors = divisors_of(math.gcd(*(width for _, width, *_ in rows)))
+            common = [number for number in divisors if not settings.hadamard or number & (number - 1) == 0]
+            power = ", and with quantization.hadamard be a power of two" * settings.hadamard
+            must = f"must divide the {row}{power}: {_nearest(size, common)}"
+            raise UserError(f"quantization.block is {settings.block or 'null'}; it {must}")
+
+
+def _quantized_rows(config: RunConfig) -> Iterator[tuple[str, int, int, list[Any]]]:
+    """Yield the rows cut into blocks: name, size, block, and (size, units) of the parts that ranks divide."""
+    settings, model = config.quantization, config.model
+    for parameter in model_shape(dataclasses.replace(model, vocab_size=model.vocab_size or 1)).block:
+        if parameter.role in MATRICES:
+            name, (outputs, inputs) = parameter.name.removesuffix(".weight"), parameter.shape
+            first, last = (parameter.role == role for role in ("first", "last"))
+            outer, inner = [part[1:] for part in parameter.parts] * first, [(inputs, inputs)] * last
+            for format in sorted({settings.weights, settings.activations} - {"none"}):
+                yield f"{inputs} inputs of {name}", inputs, block_of(format, inputs, settings.block), inner
+            for format in {settings.gradients} - {"none"}:
+                yield f"{outputs} outputs of {name}", outputs, block_of(format, outputs, settings.block), outer
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -381,6 +419,9 @@ def _requirement(config: RunConfig, tp: int) -> str | None:
         return f"divide model.expert_hidden, which is {model.moe_hidden}"
     if model.vocab_size is not None and model.padded_vocab_size % tp:
         return f"divide the vocabulary padded to model.vocab_multiple, which is {model.padded_vocab_size}"
+    for row, _, size, parts in _quantized_rows(config) if tp > 1 else ():
+        if any(units % tp or width % (tp * size) for width, units in parts):
+            return f"cut the {row} between blocks of {size} (quantization.block), and no head"
     if config.parallel.sequence_parallel and length // cp % tp:
         part = f" / parallel.cp {cp}" if cp > 1 else ""
         return f"divide data.sequence_length {length}{part}, or set parallel.sequence_parallel to false"

@@ -6,6 +6,7 @@ Deviations from the specifications, each so that a result depends on neither the
   but any exponent. This equals NVFP4 with a power of two as scale of the tensor, unless blocks of a tensor differ by
   more than E4M3's range, 2^14.
 - Scales of FP8, integers and ternary numbers are fp32, one per block, where the papers have one per tensor.
+- A row's last block may be shorter, unless `quantization.block` is set.
 """
 
 from __future__ import annotations
@@ -39,16 +40,12 @@ FORMATS = {
     # BitNet b1.58: Ma et al. 2024, arXiv 2402.17764, section 2.
     "ternary": Format(math.log2(3), 1.0, None, 0, "mean", 32, 128),
 }
+MATRICES = ("first", "latent", "last")  # roles of the parameters that are quantized, see `model/shape.py`
 PRECISIONS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0}
 
 
 def bits(format: str, block: int | None = None) -> float:
-    """Return the mean bits per number, scales included, of a format or of a run's precision, such as "bf16".
-
-    Args:
-        format: a key of `FORMATS`, or fp32, bf16, fp16, which have no scales.
-        block: numbers that share a scale; None: the format's.
-    """
+    """Return the mean bits per number of a format, scales included, or of a precision, such as "bf16"."""
     if format in PRECISIONS:
         return PRECISIONS[format]
     numbers = FORMATS[format]
@@ -56,8 +53,5 @@ def bits(format: str, block: int | None = None) -> float:
 
 
 def block_of(format: str, width: int, block: int | None = None) -> int:
-    """Return how many neighbours of a row of `width` numbers share a scale.
-
-    It is `block`, or without one the largest number that divides the format's block and the width.
-    """
-    return math.gcd(FORMATS[format].block, width) if block is None else block
+    """Return how many neighbours in a row of `width` numbers share a scale: `block`, or the format's, or the row."""
+    return min(FORMATS[format].block if block is None else block, width)

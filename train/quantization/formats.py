@@ -1,8 +1,7 @@
 """Quantization to a number format and back, with the same bits on CPUs and GPUs.
 
-Every operation is elementwise and correctly rounded, or a maximum, so no result depends on the order of a sum, on the
-shape of a tensor, or on the hardware. The numbers of a format are multiples of a power of two, their step. In fp32,
-adding and subtracting 1.5 * 2^23 steps rounds to the nearest multiple, ties to even.
+Every operation is correctly rounded and of one or two numbers, or a maximum, so no library changes the order of a sum.
+A format's numbers are multiples of a power of two, their step: adding and subtracting 1.5 * 2^23 steps in fp32 rounds.
 """
 
 from __future__ import annotations
@@ -10,76 +9,85 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..hardware import on_gpu
-from .bits import FORMATS, Format
-from .bits import bits as bits  # one module for users
-from .bits import block_of as block_of
+from .bits import FORMATS, Format, bits, block_of  # noqa: F401  one module for users
+from .noise import UNIT, Keys, draw
 
 EXPONENT = 0x7F800000  # bits of an fp32 number that hold its exponent
 TINY = 2.0**-126  # smallest normal fp32 number; the scale of a block of zeros
-AT_A_TIME = 1 << 16  # numbers that stay in a CPU core's cache; 2^15 to 2^17 were equally fast
+AT_A_TIME = 1 << 17  # numbers that stay in a CPU core's cache; chosen by timing
 
 
-def fake_quantize(values: Tensor, format: str, block: int, noise: Tensor | None = None) -> Tensor:
-    """Quantize to a format and back, in blocks along the last dimension, which share a scale.
-
-    Values too large for their block's scale, in MX formats and ternary, become the largest number.
+def fake_quantize(values: Tensor, format: str, block: int, noise: Keys | None = None, hadamard: bool = False) -> Tensor:
+    """Quantize to a format and back, in blocks along the last dimension. Values beyond a block's range are clipped.
 
     Args:
-        values: (…, n) of any floating type; computed in fp32.
+        values: (…, n) of any floating type; computed in fp32. A block with inf or nan has nan in the result.
         format: a key of `FORMATS`.
-        block: a divisor of n.
-        noise: for stochastic rounding, shaped like `values`, fp32, uniform in (-1/2, 1/2). It is added before rounding,
-            in steps of the format. Scales are then large enough for all values, so the result is unbiased.
-
-    Returns:
-        A new tensor like `values`; blocks with inf or nan have nan.
+        block: number of neighbours with one scale; the last block of a row is shorter if it does not divide n.
+        noise: rounds stochastically. Scales are then large enough for all values, so that the result is unbiased.
+        hadamard: multiply blocks, of 2^k numbers, by a Walsh-Hadamard matrix before and after. This spreads outliers
+            over their block (Tseng et al. 2024, arXiv 2402.04396, section 3); in a product, both matrices cancel.
     """
-    numbers = FORMATS[format]
-    rows = values.detach().reshape(-1, block)
-    noises = None if noise is None else noise.reshape(-1, block)
-    if on_gpu(values):
-        return _rounded(rows, numbers, noises).to(values.dtype).view(values.shape)
-    out, count = torch.empty_like(rows), max(1, AT_A_TIME // block)
-    for first in range(0, len(rows), count):
-        part = slice(first, first + count)
-        out[part] = _rounded(rows[part], numbers, None if noises is None else noises[part])
-    return out.view(values.shape)
+    # One operation for the compiler, whose own code would round otherwise: it fuses products and sums.
+    quantized, keys = _operation if torch.compiler.is_compiling() else _quantized, noise or (None, None)
+    return quantized(values, format, block, keys[0], keys[1], hadamard)
 
 
-def _rounded(rows: Tensor, numbers: Format, noise: Tensor | None) -> Tensor:
-    """Quantize rows (n, block), each with its scale, and return them in fp32."""
-    rows = rows.float()
-    scale = _scales(rows, numbers, noise is not None)
-    y = (rows * scale.reciprocal()).clamp_(-numbers.largest, numbers.largest)
-    if numbers.mantissa is None:
-        y = (y if noise is None else y.add_(noise)).round_()
-        return y.mul_(scale)
-    # A step is 2^-mantissa of the power of two below the value, or below the smallest normal number.
-    step = (y.view(torch.int32) & EXPONENT).view(torch.float32).clamp_min_(2.0**numbers.smallest)
-    if noise is not None:
-        y.addcmul_(noise, step, value=2.0**-numbers.mantissa)
-    step.mul_(1.5 * 2.0 ** (23 - numbers.mantissa))
-    return y.add_(step).sub_(step).mul_(scale)
+def _quantized(
+    values: Tensor, format: str, block: int, keys: Tensor | None, columns: Tensor | None, hadamard: bool
+) -> Tensor:
+    out = torch.empty_like(values, memory_format=torch.contiguous_format)
+    rows, targets, width = values.detach().flatten(0, -2), out.flatten(0, -2), values.shape[-1]
+    count = max(1, len(rows) if on_gpu(values) else AT_A_TIME // width)
+    whole = width // block * block  # of the row, in full blocks
+    parts = [(slice(whole), block), (slice(whole, width), width - whole)]
+    for some in (slice(first, first + count) for first in range(0, len(rows), count)):
+        noise = None if keys is None or columns is None else draw(keys[some], columns)
+        for part, size in parts[whole == 0 : 1 + (whole < width)]:
+            x, target = rows[some, part].reshape(-1, size).float(), targets[some, part]
+            noises = None if noise is None else noise[:, part].reshape(-1, size)
+            direct = target.is_contiguous() and target.dtype == torch.float32 and not hadamard
+            x = _rounded(_rotated(x) if hadamard else x, FORMATS[format], noises, target.view_as(x) if direct else None)
+            if not direct:
+                target.copy_((_rotated(x) if hadamard else x).view(target.shape))
+    return out
 
 
-def _scales(rows: Tensor, numbers: Format, whole: bool) -> Tensor:
-    """Return what each row (n, block) is divided by, (n, 1) fp32; if `whole`, no number is then too large."""
+def _rounded(rows: Tensor, numbers: Format, noise: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Quantize rows (n, block), fp32, each with its scale. `noise`: from `draw`, the same shape."""
     magnitudes = rows.abs()
+    scale = _scales(magnitudes, numbers, noise is not None)
+    y = torch.mul(rows, scale.reciprocal(), out=out)
+    if numbers.mantissa is None:
+        y = (y if noise is None else y.add_(noise, alpha=UNIT)).round_()
+    else:
+        # A step is 2^-mantissa of the power of two below the value, or below the smallest normal number.
+        power = _power(y, out=magnitudes).clamp_min_(2.0**numbers.smallest)
+        if noise is not None:
+            y.addcmul_(noise, power, value=UNIT * 2.0**-numbers.mantissa)
+        steps = 1.5 * 2.0 ** (23 - numbers.mantissa)
+        y.add_(power, alpha=steps).sub_(power, alpha=steps)
+    if noise is not None or numbers.scale in ("power", "mean"):  # else the scale lets nothing round to more
+        y.clamp_(-numbers.largest, numbers.largest)
+    return y.mul_(scale)
+
+
+def _scales(magnitudes: Tensor, numbers: Format, whole: bool) -> Tensor:
+    """Return what each row (n, block) is divided by, (n, 1) fp32; if `whole`, no number is then too large."""
     largest = magnitudes.amax(-1, keepdim=True)
     match numbers.scale:
-        case "power" if not whole:  # OCP MX v1.0, section 6.3: 2^(floor(log2 amax) - exponent of the largest number)
+        case "power":  # OCP MX v1.0, section 6.3: 2^(floor(log2 amax) - exponent of the largest number)
             scale = _power(largest) * 2.0 ** (1 - math.frexp(numbers.largest)[1])
-        case "power":
-            least = largest * (1 / numbers.largest)
-            power = _power(least)
-            scale = torch.where(power * numbers.largest < largest, 2 * power, power)
+            scale = torch.where(scale * numbers.largest < largest, 2 * scale, scale) if whole else scale
         case "e4m3":
-            scale = largest * (1 / numbers.largest)
-            step = _power(scale) * 0.125
-            scale = (scale / step).ceil() * step if whole else (scale / step).round() * step
+            scale = (largest * (1 / numbers.largest)).clamp_min_(TINY)
+            power = _power(scale)
+            eighths = scale / power * 8
+            scale = (eighths.ceil() if whole else eighths.round()) * 0.125 * power
         case "mean" if not whole:
             scale = _mean(magnitudes)
         case _:  # ternary, stochastic: the largest magnitude as in TernGrad, Wen et al. 2017, arXiv 1705.07878
@@ -87,31 +95,29 @@ def _scales(rows: Tensor, numbers: Format, whole: bool) -> Tensor:
     return scale.clamp_min_(TINY)
 
 
-def _power(x: Tensor) -> Tensor:
-    """Return the largest power of two that is at most x > 0, fp32."""
-    return (x.view(torch.int32) & EXPONENT).view(torch.float32)
+def _power(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the largest power of two that is at most |x|, fp32; 0 for 0."""
+    exponent = torch.bitwise_and(x.view(torch.int32), EXPONENT, out=None if out is None else out.view(torch.int32))
+    return exponent.view(torch.float32)
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Return the mean over the last dimension, with sums of pairs in an order that no library changes."""
+    """Return the mean over the last dimension, by sums of pairs."""
     count = x.shape[-1]
-    while (size := x.shape[-1]) > 1:
-        half = size // 2
-        pairs = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat((pairs, x[..., 2 * half :]), -1) if size % 2 else pairs
+    while x.shape[-1] > 1:
+        x = F.pad(x, (0, x.shape[-1] % 2)).unflatten(-1, (2, -1)).sum(-2)
     return x * (1 / count)
 
 
-def rotate(values: Tensor, block: int) -> Tensor:
-    """Multiply each block of the last dimension by the Walsh-Hadamard matrix over sqrt(block), its own inverse.
-
-    Quantizing rotated values spreads outliers over their block: Tseng et al. 2024, arXiv 2402.04396, section 3; in
-    training, Panferov et al. 2025 (Quartet), arXiv 2505.14669. `block` is a power of two.
-    """
-    x = values.detach().float().reshape(-1, block)
-    half = 1
+def _rotated(x: Tensor) -> Tensor:
+    """Multiply rows (n, block) by the Walsh-Hadamard matrix over sqrt(block), its own inverse."""
+    block, half = x.shape[-1], 1
     while half < block:
         first, second = x.view(-1, block // (2 * half), 2, half).unbind(2)
         x = torch.stack((first + second, first - second), 2).view(-1, block)
         half *= 2
-    return (x * block**-0.5).to(values.dtype).view(values.shape)
+    return x * block**-0.5
+
+
+_operation = torch.library.custom_op("isoflop::fake_quantize", _quantized, mutates_args=())
+_operation.register_fake(lambda values, *_: torch.empty_like(values, memory_format=torch.contiguous_format))
