@@ -48,9 +48,7 @@ class Quantization:
             sizes = range(min(width, LARGEST_GROUP), 0, -1)
             result[matrix.name] = group or next(size for size in sizes if width % size == 0)
             if width % result[matrix.name]:
-                raise UserError(
-                    f"group is {group} for {self.format}; it must divide {width}, the width of {matrix.name}"
-                )
+                raise UserError(f"group is {group}; it must divide {width}, the width of {matrix.name}")
         return result
 
 

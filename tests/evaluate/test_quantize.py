@@ -254,7 +254,9 @@ LATENT = {"attention": "mla", "kv_rank": 16, "query_rank": 16, "rotary_size": 8}
 def test_every_matrix_is_fitted_to_its_own_inputs(
     model: dict[str, Any], tmp_path: Path, small_corpus: Callable[..., DataConfig]
 ) -> None:
-    config = RunConfig(model=ModelConfig(width=32, depth=2, heads=2, vocab_size=256, **model), data=small_corpus(512))
+    config = RunConfig(
+        model=ModelConfig(width=32, hidden=64, depth=2, heads=2, vocab_size=256, **model), data=small_corpus(512)
+    )
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, seed=3)
     with torch.no_grad():
         gpt.embedding.weight *= torch.logspace(-1, 0.5, 32)

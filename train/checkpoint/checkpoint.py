@@ -18,7 +18,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -294,7 +294,8 @@ def load_for_evaluation(
             raise UserError(f"average is {average:g}; checkpoint {path} has averages of spans: {spans}")
         kind = f"average_{copies[average]}"
     read_tensors(path, whole_weights(gpt, kind))
-    quantize_for_evaluation(gpt, config)
+    of_weights = config.quantization.weights if quantization(path) is None else "none"  # these are rounded already
+    quantize_for_evaluation(gpt, replace(config, quantization=replace(config.quantization, weights=of_weights)))
     tokenizer = tokenizer_from_directory(path / "tokenizer")
     if config.data.separate_documents:
         gpt.end_of_document = tokenizer.end_of_document
