@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..train.checkpoint.checkpoint import quantization
 from ..train.checkpoint.heldout import score_windows
 from ..train.config import canonical_json, run_id, to_dict
 from ..train.errors import UserError, counted
@@ -26,6 +29,8 @@ from ..train.parallel.mesh import Mesh
 from .harness import ALONE, CheckpointLM, TokenCache, answer_task
 from .inference.generate import decode_speed
 from .metrics import task_scores
+from .quantization.quantize import quantized_loss
+from .quantization.settings import Quantization
 from .records import SETTINGS, Record, as_dicts, only_one
 from .tasks.suite import Suite, SuiteTask, expand, quiet, suite_names
 from .tasks.tasks import Report
@@ -71,6 +76,7 @@ class Evaluator:
         held_out: dict[str, Any] | None = None,
         keep_items: bool = True,
         decode: bool = False,
+        quantize: Sequence[Quantization] = (),
         progress: Report = lambda line: None,
     ) -> dict[str, Any]:
         """Score a checkpoint, write the scores as JSON and every item next to them, and return the scores.
@@ -83,6 +89,7 @@ class Evaluator:
             held_out: val_loss, val_loss_se and val_bpb as measured in training; None computes them.
             keep_items: Whether to write items; an existing file of items is always updated.
             decode: Whether to time one generated token, once per checkpoint.
+            quantize: Formats in which to measure the held-out loss, once per checkpoint.
             progress: Called with each line of progress.
 
         Raises:
@@ -102,6 +109,12 @@ class Evaluator:
                 self._score(record, loaded, device, missing, say)
             if decode and record.scores.get("decode") is None:
                 record.scores["decode"] = run_on_ranks(self.ranks, lambda: decode_speed(loaded.model), only_first=True)
+            for settings in quantize:
+                losses = record.scores.setdefault("quantized", {})
+                if settings.label not in losses:
+                    measure = partial(quantized_loss, loaded, settings)
+                    losses[settings.label] = run_on_ranks(self.ranks, measure, only_first=True)
+                    say(f"{settings.label}: held-out loss {losses[settings.label]}")
             record.scores["tasks"] = {name: record.tasks[name] for name in (*self.suite, *record.tasks)}
             record.finish(lambda: _held_out(loaded), _suites())
         return record.scores
@@ -221,7 +234,7 @@ def _suites() -> dict[str, list[str]]:
 
 
 def _header(loaded: Any, device: str, precision: str) -> dict[str, Any]:
-    config = loaded.config
+    config, bits = loaded.config, quantization(loaded.path)
     counts, length = count_parameters(config.model), config.data.sequence_length
     tokens = loaded.step * config.batch_tokens
     return {
@@ -231,6 +244,7 @@ def _header(loaded: Any, device: str, precision: str) -> dict[str, Any]:
         "name": config.name,
         "step": loaded.step,
         **({} if loaded.average is None else {"average": loaded.average}),
+        **({} if bits is None else {"quantization": f"{bits['format']}_{bits['method']}"}),
         "N_total": counts.N_total,
         "N_active": counts.N_active,
         "N_non_embedding": counts.N_non_embedding,

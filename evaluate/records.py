@@ -317,7 +317,7 @@ class Record:
         self.output, self._ranks, self._say, self._keep_items = output, ranks, say, keep_items
         old = run_on_ranks(ranks, lambda: _kept(output, header, suite, ngram, say), only_first=True)
         empty: dict[str, Any] = {"tasks": {}, "suites": {}, "held_out": None, "contamination_withheld": None}
-        self.scores = header | empty | {name: old[name] for name in (*empty, "decode") if name in old}
+        self.scores = header | empty | {name: old[name] for name in (*empty, "decode", "quantized") if name in old}
         # Items that are there already must not fall behind their scores.
         self._keeps = ranks.rank == 0 and (keep_items or items_path(output).exists())
         self._members: dict[str, bytes] = {}  # packed items by task

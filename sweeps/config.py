@@ -73,7 +73,7 @@ class ClusterConfig:
 
 @dataclass
 class EvaluateConfig:
-    """How checkpoints are scored; without tasks, none are."""
+    """How checkpoints are scored; without tasks and quantize, none are."""
 
     # Suites of conf/evaluate, lm-eval tasks (name@5: five examples), folders of lm-eval YAML, .jsonl files of question,
     # choices, answer, and text:FOLDER, whose subfolders are domains.
@@ -85,6 +85,13 @@ class EvaluateConfig:
     every: Count | None = None  # steps between intermediate checkpoints that are kept and scored; None: final only
     decode: bool = False  # also measure the time per generated token of the final checkpoint, at batch 1
     ngram: Count | None = 13  # an item that shares this many words in a row with the training text is contaminated
+    # Formats and methods in which the final checkpoint's held-out loss is measured too, such as [int4:awq, int8:rtn].
+    quantize: list[str] = field(default_factory=list)
+
+    @property
+    def scores(self) -> bool:
+        """Whether checkpoints are scored at all."""
+        return bool(self.tasks or self.quantize)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from .. import __version__
+from ..evaluate.quantization.settings import parse
 from ..train.config import RECIPE, ParallelConfig, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
 from ..train.files import read_document, read_json, write_atomic, write_json
@@ -68,6 +69,9 @@ def from_config(config: SweepConfig) -> Prepared:
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
     runs, remarks = resolve_runs(config)
+    for quantization in parse(config.evaluate.quantize):
+        for run in runs:
+            quantization.groups(run.model)  # raises UserError unless the group divides every matrix
     if config.grid is not None:
         remarks += [*config.grid.notes(runs, Tuner(config.tuning)), *doubts(config, runs)]
     if config.sweep_merge and (sweep.path / "plan.json").exists():

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from ...train.checkpoint.checkpoint import LoadedCheckpoint
+from ...train.checkpoint.checkpoint import LoadedCheckpoint, quantization
 from ...train.config import run_id, to_dict
 from ...train.flops import count_parameters, training_flops_per_token
 from ...train.model.shape import model_shape
@@ -85,6 +85,9 @@ def _rows(loaded: LoadedCheckpoint, facts: Facts) -> list[tuple[str, str]]:
         (f"C, 6 {'N_active' if model.experts else 'N_total'} D", f"{6.0 * count.N_active * tokens:.4g} FLOPs"),
         ("C, exact", f"{float(exact):.4g} FLOPs"),
     ]
+    if (packed := quantization(loaded.path)) is not None:
+        numbers = f"{packed['format']} by {packed['method']}, {packed['bits_per_weight']:.2f} bits per weight"
+        rows.append(("Matrices of the blocks, here dequantized", numbers))
     held_out, law = (facts.scores or {}).get("held_out") or {}, facts.law
     if is_number(loss := held_out.get("val_loss")):
         rows.append(("Held-out loss, nats per token", with_error(loss, held_out.get("val_loss_se"), 4)))

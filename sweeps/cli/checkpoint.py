@@ -1,4 +1,4 @@
-"""The commands about one checkpoint: evaluate, generate, export."""
+"""The commands about one checkpoint: evaluate, generate, quantize, export."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...evaluate.quantization.settings import CODE_BITS, Quantization
 from ...train.errors import UserError
 from ...train.files import read_json, write_atomic
 from .options import AsJson, Average, Checkpoint, Device, Overwrite, show
@@ -344,6 +345,37 @@ def export(
         as_json,
         lambda result: print(f"{result['folder']}: {result['architecture']}, {', '.join(result['files'])}"),
     )
+
+
+@app.command("quantize")
+def quantize(
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
+    format: Annotated[str, typer.Option(help=f"Of the blocks' matrices: {', '.join(CODE_BITS)}.")] = "int4",
+    method: Annotated[str, typer.Option(help="rtn (round to nearest), awq or gptq.")] = "rtn",
+    group: Annotated[
+        int | None,
+        typer.Option(
+            help="Weights of a row that share a scale; default: the largest divisor of its length up to 128; mxfp4: 32."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the run's training text that awq and gptq read.")] = 65536,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Quantize the matrices of the blocks; write a checkpoint that evaluate, generate and export read."""
+    settings = Quantization(format, method, group)
+    from ...evaluate.quantization.quantize import quantize_checkpoint
+    from ...train.hardware import pick_device
+
+    say = partial(print, file=sys.stderr, flush=True)
+    place = str(pick_device(device, "--device"))
+    facts = quantize_checkpoint(checkpoint, output, settings, tokens=tokens, device=place, say=say)
+    loss, before = facts["val_loss"], facts["val_loss_before"]
+    losses = "" if loss is None or before is None else f", held-out loss {loss:.4f} (before: {before:.4f})"
+    line = f"{output}: {format} by {method}, {facts['bits_per_weight']:.2f} bits per weight of the matrices{losses}"
+    sizes = f"{facts['bytes']:,} bytes instead of {facts['bytes_before']:,}; embeddings, head and norms stay fp32"
+    show({"folder": str(output)} | facts, as_json, lambda facts: print(f"{line}\n{sizes}"))
 
 
 @app.command("import", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

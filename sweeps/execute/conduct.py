@@ -247,7 +247,7 @@ def renew(runs: Iterable[RunDirectory], policy: Policy) -> None:
 
 def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[RunDirectory]:
     settings = asdict(config.evaluate)
-    return [run for run in runs if settings["tasks"] and run.is_done() and not is_scored(run, settings)]
+    return [run for run in runs if config.evaluate.scores and run.is_done() and not is_scored(run, settings)]
 
 
 def outcome(prepared: Prepared) -> int:

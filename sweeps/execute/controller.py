@@ -82,7 +82,7 @@ class Board:
 
     def __init__(self, sweep: SweepDirectory, config: SweepConfig, scope: Scope) -> None:
         self.sweep, self.policy, self._skipped = sweep, Policy.of(config.cluster), scope.skipped
-        self._evaluate = dataclasses.asdict(config.evaluate) if config.evaluate.tasks and scope.scores else None
+        self._evaluate = dataclasses.asdict(config.evaluate) if config.evaluate.scores and scope.scores else None
         self._planned: dict[str, PlannedRun] = {}
         self._read_at = 0
         self._over: set[str] = set()  # runs that have ended, and need no second look

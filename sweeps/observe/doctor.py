@@ -144,7 +144,7 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
     runs = {run.run_id: run for run in _members(sweep)}
     for run in runs.values():
         if run.path.is_dir():
-            yield from faults_of(run, policy, deep, bool(config.evaluate.tasks))
+            yield from faults_of(run, policy, deep, config.evaluate.scores)
         else:
             yield Fault("run", "the run has no directory", run.path, None, "start the sweep again to create it")
     yield from _curves_apart(sweep)

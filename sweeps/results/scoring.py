@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...evaluate.quantization.settings import parse
 from ...train.config import domain_losses
 from ...train.files import read_json, read_json_lines, write_atomic, write_json
 from ..plan.trunks import checkpoint_folder, has_checkpoint, steps_between
@@ -50,16 +51,16 @@ def _is_scored(run: RunDirectory, step: int, settings: dict[str, Any]) -> bool:
 
 def _request(settings: dict[str, Any]) -> dict[str, Any]:
     asked = {"tasks": list(settings["tasks"]), "limit": settings["limit"], "ngram": settings.get("ngram")}
-    return asked | {name: settings[name] for name in ("decode", "average") if settings.get(name)}
+    return asked | {name: settings[name] for name in ("decode", "average", "quantize") if settings.get(name)}
 
 
 def open_evaluator(settings: dict[str, Any], say: Callable[[str], None]) -> Evaluator:
     from ...evaluate.checkpoint import Evaluator
     from ...evaluate.tasks.tasks import load_suite
 
-    allow_code = bool(settings.get("allow_code"))  # sweeps of earlier versions lack it
+    tasks, allow_code = settings["tasks"], bool(settings.get("allow_code"))  # sweeps of earlier versions lack it
     return Evaluator(
-        load_suite(settings["tasks"], settings["limit"], progress=say, allow_code=allow_code),
+        load_suite(tasks, settings["limit"], progress=say, allow_code=allow_code) if tasks else {},
         average=settings.get("average"),
         ngram=settings.get("ngram"),
     )
@@ -71,6 +72,7 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluat
     def log_step(step: int, line: str) -> None:
         run.log(f"step {step}: {line}")
 
+    quantize = parse(settings.get("quantize") or ())
     for step in wanted_steps(run, settings):
         if _is_scored(run, step, settings):
             continue
@@ -81,6 +83,7 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluat
             held_out=None if settings.get("average") else _held_out(run, step),
             keep_items=is_last,
             decode=is_last and bool(settings.get("decode")),
+            quantize=quantize if is_last else (),
             progress=partial(log_step, step),
         )
         write_json(run.path / "eval" / f"step_{step}.request.json", _request(settings))
@@ -128,7 +131,7 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
     rows = [
         {name: row[name] for name in ABOUT if name in row} | {"tasks": final["tasks"]}
         for row in plain_json(table.to_dict("records"))
-        if (final := scores[row["run_id"]].get(row["step"])) is not None
+        if (final := scores[row["run_id"]].get(row["step"])) is not None and final["tasks"]
     ]
     if not rows:
         return

@@ -195,6 +195,7 @@ def _kv_bytes(model: dict[str, Any]) -> int | None:
 def _scores(scores: dict[str, Any]) -> dict[str, Any]:
     timed = scores.get("decode") or {}
     columns = {f"decode_{name}": timed[name] for name in ("seconds", "device") if name in timed}
+    columns |= {f"quantized_loss_{name}": loss for name, loss in (scores.get("quantized") or {}).items()}
     for task, values in (scores.get("tasks") or {}).items():
         clean = values.get("clean") or {}
         # Whole texts have no accuracy; empty columns would make `fit` warn.

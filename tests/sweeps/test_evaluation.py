@@ -190,6 +190,54 @@ def test_decoding_is_timed_where_it_is_asked_for_and_costs_no_other_score(
     assert timed["device"] == (trunk.summary() or {})["device"]
 
 
+def test_quantized_losses_are_columns_and_measured_once(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "family"
+    shutil.copytree(trained, folder)
+    trunk, branch, settings = opened(folder)
+    settings |= {"tasks": [], "every": None, "quantize": ["int8", "int3:gptq"]}  # also without any benchmark
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"config": {"evaluate": settings}}))
+    score(SweepDirectory(folder))
+    monkeypatch.setattr("isoflop.evaluate.quantization.quantize.quantize_model", lambda *_: pytest.fail("once more"))
+    assert is_scored(trunk, settings)
+    score(SweepDirectory(folder))
+    (branch.path / "eval" / "step_40.request.json").unlink()  # killed between its two files
+    score(SweepDirectory(folder))
+    table = build_table(SweepDirectory(folder))
+    assert len(table) == 2
+    assert (table["quantized_loss_int8_rtn"] - table["loss"]).abs().max() < 0.01
+    assert (table["quantized_loss_int3_gptq"] != table["loss"]).all()
+    assert table["quantized_loss_int3_gptq"].notna().all()
+    scoring.write_pages(SweepDirectory(folder), table, {})
+    assert not (folder / "fit" / "evaluation.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ("[int5:awq]", r"evaluate.quantize is \['int5:awq'\]: format is 'int5'; it must be one of int8"),
+        ("[int4:best]", "method is 'best'; it must be one of rtn"),
+        ("[int4,int4:rtn]", "must not be repeated"),
+        ("[mxfp4]", "group is 32; it must divide 48, the width of blocks.0.attention.qkv.weight"),
+    ],
+)
+def test_formats_that_do_not_exist_or_fit_are_refused_when_a_sweep_is_planned(
+    entries: str, message: str, tmp_path: Path, small_corpus: Callable[..., DataConfig]
+) -> None:
+    data = small_corpus(512)
+    config = compose(
+        ["+grid=points", "cluster=local", "cluster.flops_per_second=1e11", "evaluate=none",
+         f"evaluate.quantize={entries}",
+         "grid.points=[{model.width:48,model.heads:2,tokens:65536}]", "data=text", f"data.path={data.path}",
+         f"data.cache_dir={data.cache_dir}", "data.tokenizer=bytes"]
+    )  # fmt: skip
+    config.sweep, config.output_root = "sweep", str(tmp_path)
+    with pytest.raises(UserError, match=message):
+        prepare.from_config(config)
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_the_grid_of_attention_asks_for_the_time_of_decoding() -> None:
     decode = {name: compose([f"+grid={name}", "cluster=local"]).evaluate.decode for name in ("attention", "chinchilla")}
     assert decode == {"attention": True, "chinchilla": False}

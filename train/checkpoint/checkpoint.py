@@ -17,8 +17,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ALONE = Mesh()  # a single process
 
-_NAME = re.compile(r"step_(\d+)$")
+STEP_NAME = re.compile(r"step_(\d+)$")
 _REQUIRED = ("trainer.json", "config.json")
 
 
@@ -128,7 +128,7 @@ def _damage(checkpoint: Path, rank: int, ranks: int) -> str | None:
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
     """Return (step, directory) of every checkpoint, also damaged ones, oldest first."""
-    steps = [(int(match[1]), path) for path in root.glob("step_*") if (match := _NAME.search(path.name))]
+    steps = [(int(match[1]), path) for path in root.glob("step_*") if (match := STEP_NAME.search(path.name))]
     return sorted(steps)
 
 
@@ -184,8 +184,13 @@ def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> 
     return result
 
 
-def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
+def read_tensors(checkpoint: Path, held: Sequence[Held]) -> None:
     """Fill the tensors of `held` from a checkpoint. Raises UserError if one is missing or has another shape."""
+    if quantization(checkpoint) and any(item.kind != "weight" for item in held):
+        raise UserError(
+            f"checkpoint {checkpoint} is quantized and holds only weights, without averages or an optimizer's state; "
+            "give the checkpoint that it was made from"
+        )
     if not (checkpoint / SHARDS_INDEX).is_file():
         return read_whole(checkpoint, parts(held))
     from .shards import read_shards  # imports take half a second, which one process does not need
@@ -232,10 +237,15 @@ class LoadedCheckpoint:
         return checksum(files if self.average is None else [files, self.average])
 
 
+def quantization(checkpoint: Path) -> dict[str, Any] | None:
+    """Return format, method and sizes of a checkpoint that `isoflop quantize` wrote; None for any other."""
+    return (read_json(checkpoint / "trainer.json") or {}).get("quantization")
+
+
 def find(path: Path | str) -> Path:
     """Return a valid checkpoint: the given one, or the newest of a run directory. Raises UserError if there is none."""
     path = Path(path)
-    if _NAME.search(path.name):
+    if STEP_NAME.search(path.name):
         if not path.is_dir():
             raise UserError(
                 f"checkpoint {path} does not exist; give a run directory or a checkpoints/step_<n> directory"
@@ -284,7 +294,8 @@ def load_for_evaluation(
             raise UserError(f"average is {average:g}; checkpoint {path} has averages of spans: {spans}")
         kind = f"average_{copies[average]}"
     read_tensors(path, whole_weights(gpt, kind))
-    quantize_for_evaluation(gpt, config)
+    of_weights = config.quantization.weights if quantization(path) is None else "none"  # these are rounded already
+    quantize_for_evaluation(gpt, replace(config, quantization=replace(config.quantization, weights=of_weights)))
     tokenizer = tokenizer_from_directory(path / "tokenizer")
     if config.data.separate_documents:
         gpt.end_of_document = tokenizer.end_of_document
