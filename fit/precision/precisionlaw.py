@@ -199,7 +199,7 @@ class PrecisionLaw(Estimator):
         e, share, tables = self.efficiencies(ONE_SD), self.forecaster_._weights.share, []
         noise = np.random.default_rng(self.seed).standard_normal((GAINS, len(e)))
         gain = np.log([*factors.values()] / e["speedup"].to_numpy())
-        gain = gain + noise * 0.5 * np.log(e["speedup_high"] / e["speedup_low"]).to_numpy()
+        gain = gain + noise * 0.5 * np.log((e["speedup_high"] / e["speedup_low"]).to_numpy())
         wins = np.bincount(gain.argmax(axis=1), minlength=len(e)) / GAINS
         for k, (name, factor) in enumerate(factors.items()):
             laws = [self.in_format(name, form) for form in self.weights_]

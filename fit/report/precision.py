@@ -71,11 +71,8 @@ def draw_precision(law: PrecisionLaw | None) -> dict[str, Any]:
     C = 6.0 * runs.N * runs.D
     best = law.best(np.geomspace(C.min(), C.max(), 40)).sort_values("flops")
     for k, name in enumerate(law.formats_):
-        of_best, of, look = (
-            best[best["format"] == name],
-            law.names_ == name,
-            {"name": text(name), "legendgroup": text(name)},
-        )
+        of_best, of = best[best["format"] == name], law.names_ == name
+        look: dict[str, Any] = {"name": text(name), "legendgroup": text(name)}
         hover = [f"{text(name)}: N {count(N)}, D {count(D)}" for N, D in zip(runs.N[of], runs.D[of], strict=True)]
         data.append(points(C[of], runs.loss[of], colour := PALETTE[k % len(PALETTE)], hover, 6, **look))
         data.append(line(of_best["flops"], of_best["loss"], colour, width=1.5, **look))
@@ -88,7 +85,7 @@ def draw_precision(law: PrecisionLaw | None) -> dict[str, Any]:
             colour, look = PALETTE[k % len(PALETTE)], {"name": text(way), "legendgroup": text(way)}
             for N in sizes:
                 of = ((rises["way"] == way) & (rises["N"] == N)).to_numpy()
-                hover, shown = [f"{text(way)}: N {count(N)}"] * int(of.sum()), bool(N == sizes[0])
+                hover, shown = [f"{text(way)}: N {count(N)}"] * int(of.sum()), bool(sizes[0] == N)
                 data.append(points(ratio[of], rises["rise"][of], colour, hover, 6, showlegend=shown, **look))
                 data.append(line(x, law.rise_(way, np.full(20, N), N * x)[:, 0], colour, width=1.0, **look))
         axes = layout("tokens per parameter D/N", "added loss (nats per token)", ratio, rises["rise"], log_y=True)
