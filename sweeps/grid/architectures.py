@@ -65,7 +65,7 @@ def of_depth(base: ModelConfig) -> ModelConfig:
 @cache
 def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate, ...]:
     base = ModelConfig(**dict(frozen_base))  # type: ignore[arg-type]
-    result = []
+    result = list[_Candidate]()
     for width in widths():
         ideal = 0.5 * math.sqrt(width)
         least = max(1, math.floor(ideal / 2))
