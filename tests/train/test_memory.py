@@ -10,15 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from isoflop.train.config import (
-    AverageConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    QuantizationConfig,
-    RunConfig,
-)
+from isoflop.train.config import AverageConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.memory import memory
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import empty_model
@@ -170,7 +162,7 @@ def test_the_state_is_what_the_engine_holds(
     assert estimate.optimizer == pytest.approx(optimizer_bytes, rel=0.05)
 
 
-INT8 = QuantizationConfig("int8", "int8", "int8")
+INT8 = replace(RunConfig().quantization, weights="int8", activations="int8", gradients="int8")
 # Below and above the context at which bf16 on CPUs keeps its softmax.
 STEPS = {
     "plain in bf16": run_config(PLAIN, 640, 2, "bf16"),

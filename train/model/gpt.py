@@ -205,7 +205,7 @@ class GPT(nn.Module):
         # Id of the token that ends a document. If set, a token sees only its own document; positions stay absolute.
         # Set it before `set_attention`, because not every backend supports it.
         self.end_of_document: int | None = None
-        self.announce: Callable[[Tensor], None] = lambda tokens: None  # called with the tokens before they pass blocks
+        self.announce: Callable[[Tensor], None] = lambda tokens: None  # called with the tokens of every pass
         self.place_angles()
 
     def place_angles(self, device: torch.device | None = None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..hardware import on_gpu
@@ -51,14 +50,15 @@ def _quantized(
             x, target = rows[some, part].reshape(-1, size).float(), targets[some, part]
             noises = None if noise is None else noise[:, part].reshape(-1, size)
             direct = target.is_contiguous() and target.dtype == torch.float32 and not hadamard
-            x = _rounded(_rotated(x) if hadamard else x, FORMATS[format], noises, target.view_as(x) if direct else None)
+            x = _rotated(x) if hadamard else x
+            x = _rounded(x, FORMATS[format], noises, target.view_as(x) if direct else x)  # else x is a copy
             if not direct:
                 target.copy_((_rotated(x) if hadamard else x).view(target.shape))
     return out
 
 
-def _rounded(rows: Tensor, numbers: Format, noise: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Quantize rows (n, block), fp32, each with its scale. `noise`: from `draw`, the same shape."""
+def _rounded(rows: Tensor, numbers: Format, noise: Tensor | None, out: Tensor) -> Tensor:
+    """Quantize rows (n, block), fp32, each with its scale, into `out`. `noise`: from `draw`, the same shape."""
     magnitudes = rows.abs()
     scale = _scales(magnitudes, numbers, noise is not None)
     y = torch.mul(rows, scale.reciprocal(), out=out)
@@ -104,8 +104,8 @@ def _power(x: Tensor, out: Tensor | None = None) -> Tensor:
 def _mean(x: Tensor) -> Tensor:
     """Return the mean over the last dimension, by sums of pairs."""
     count = x.shape[-1]
-    while x.shape[-1] > 1:
-        x = F.pad(x, (0, x.shape[-1] % 2)).unflatten(-1, (2, -1)).sum(-2)
+    while half := x.shape[-1] // 2:
+        x = torch.cat((x[..., :half] + x[..., half : 2 * half], x[..., 2 * half :]), -1)
     return x * (1 / count)
 
 

@@ -45,10 +45,8 @@ class QuantizedLinear(nn.Module):
         y: Tensor = self.product(self.round_input(x), _Rounded.apply(self.weight, self.of_weight))
         if self.of_gradient is None or not torch.is_grad_enabled():
             return y
-        rows = None if self.noise is None else self.noise.rows
-        if rows is not None and len(rows) != (
-            count := y.numel() // y.shape[-1]
-        ):  # this rank's, by sequence parallelism
+        rows, count = None if self.noise is None else self.noise.rows, y.numel() // y.shape[-1]
+        if rows is not None and len(rows) > count:  # sequence parallelism: this rank has a share of the tokens
             rows = rows[self.rank * count : (self.rank + 1) * count]
         return _Rounded.apply(y, None, self.of_gradient, rows, self.columns)
 
@@ -62,7 +60,7 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, of_x: Rounding | None, of_gradient: Rounding | None = None, *keys: Any) -> Tensor:
         ctx.rounding = of_gradient
-        ctx.save_for_backward(*keys)
+        ctx.save_for_backward(*keys)  # of the noise: rows and columns, or None
         return x.view_as(x) if of_x is None else fake_quantize(x, *of_x[:2], hadamard=of_x[2])
 
     @staticmethod
