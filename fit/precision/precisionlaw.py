@@ -40,6 +40,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
 FORMS = (*BASES, *(name + ONE for name, (form, _) in BASES.items() if form == "gamma"), "bits")
 DRAWS = 100  # resamples of each form; the ends of intervals are then known to 7 % of the width
 FEW_RUNS = 6  # per format; with fewer in a table of bits, only the law by bits is fitted
+GAINS, ONE_SD = 10_000, 0.682689  # draws of formats' gains; the level of an interval of one standard deviation
 RATIOS = np.geomspace(1.0, 1e6, 151)  # D / N at which turning points are sought
 
 
@@ -195,18 +196,20 @@ class PrecisionLaw(Estimator):
                 raise InputError(f"speedup of {name} is {factor}; it must be a finite number above zero.")
         C = positive("flops", np.atleast_1d(floats(flops)))
         factors = dict.fromkeys(self.formats_, 1.0) | dict(speedup or {})
-        gain = self._log_efficiencies(True)[:, 2] + np.log([*factors.values()])[:, None]  # (forms, formats, r)
-        share, tables = self.forecaster_._weights.share, []
+        e, share, tables = self.efficiencies(ONE_SD), self.forecaster_._weights.share, []
+        noise = np.random.default_rng(self.seed).standard_normal((GAINS, len(e)))
+        gain = np.log([*factors.values()] / e["speedup"].to_numpy())
+        gain = gain + noise * 0.5 * np.log((e["speedup_high"] / e["speedup_low"]).to_numpy())
+        wins = np.bincount(gain.argmax(axis=1), minlength=len(e)) / GAINS
         for k, (name, factor) in enumerate(factors.items()):
             laws = [self.in_format(name, form) for form in self.weights_]
             middle = 0.5 * np.log(C * factor / 6.0)
             with np.errstate(all="ignore"):  # the N of a form without one of its terms is zero or infinite
                 logs = np.array([np.log(law.optimum(C * factor, law.constants_)[0]) - middle for law in laws])
             N = np.exp(middle + share @ np.clip(np.nan_to_num(logs), -MAX_DISTANCE, MAX_DISTANCE))
-            wins = float(share @ (gain.argmax(axis=1) == k).mean(axis=1))
             columns: dict[str, Any] = {"flops": C, "format": name, "speedup": factor, "N": N, "D": C * factor / 6.0 / N}
             loss = self.predict(N, columns["D"], name, level, kind="mean")
-            tables.append(pd.concat([pd.DataFrame(columns), loss], axis=1).assign(wins=wins))
+            tables.append(pd.concat([pd.DataFrame(columns), loss], axis=1).assign(wins=wins[k]))
         return pd.concat(tables).sort_values(["flops", "loss"], ignore_index=True)
 
     def turning_points(self, N: ArrayLike, level: float = 0.95) -> pd.DataFrame:

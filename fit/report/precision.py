@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..formats import NONE
-from ..formatting import amount, count, fixed, percent, scientific
+from ..formatting import amount, count, fixed, percent, scientific, text
 from ..plots import LOSS
 from .figures import PALETTE, layout, line, points
 
@@ -71,20 +71,23 @@ def draw_precision(law: PrecisionLaw | None) -> dict[str, Any]:
     C = 6.0 * runs.N * runs.D
     best = law.best(np.geomspace(C.min(), C.max(), 40)).sort_values("flops")
     for k, name in enumerate(law.formats_):
-        of_best, of, look = best[best["format"] == name], law.names_ == name, {"legendgroup": name}
-        hover = [f"{name}: N {count(N)}, D {count(D)}" for N, D in zip(runs.N[of], runs.D[of], strict=True)]
-        data.append(points(C[of], runs.loss[of], colour := PALETTE[k % len(PALETTE)], hover, 6, name=name, **look))
+        of_best, of = best[best["format"] == name], law.names_ == name
+        look: dict[str, Any] = {"name": text(name), "legendgroup": text(name)}
+        hover = [f"{text(name)}: N {count(N)}, D {count(D)}" for N, D in zip(runs.N[of], runs.D[of], strict=True)]
+        data.append(points(C[of], runs.loss[of], colour := PALETTE[k % len(PALETTE)], hover, 6, **look))
         data.append(line(of_best["flops"], of_best["loss"], colour, width=1.5, **look))
     drawn["formats"] = {"data": data, "layout": layout("training FLOPs (6ND)", LOSS, C)}
     if law.rise_ is not None:
         rises, data, ratio = law.rise_.runs, [], (law.rise_.runs["D"] / law.rise_.runs["N"]).to_numpy()
         x = np.geomspace(ratio.min(), ratio.max(), 20)
+        sizes = np.unique(rises["N"])
         for k, way in enumerate(law.rise_.ways):
-            for N in np.unique(rises["N"]):
-                of, colour = ((rises["way"] == way) & (rises["N"] == N)).to_numpy(), PALETTE[k % len(PALETTE)]
-                hover = [f"{way}: N {count(N)}"] * int(of.sum())
-                data.append(points(ratio[of], rises["rise"][of], colour, hover, 6, name=way, showlegend=False))
-                data.append(line(x, law.rise_(way, np.full(20, N), N * x)[:, 0], colour, width=1.0, name=way))
-        look = layout("tokens per parameter D/N", "added loss (nats per token)", ratio, rises["rise"], log_y=True)
-        drawn["after-training"] = {"data": data, "layout": look}
+            colour, look = PALETTE[k % len(PALETTE)], {"name": text(way), "legendgroup": text(way)}
+            for N in sizes:
+                of = ((rises["way"] == way) & (rises["N"] == N)).to_numpy()
+                hover, shown = [f"{text(way)}: N {count(N)}"] * int(of.sum()), bool(sizes[0] == N)
+                data.append(points(ratio[of], rises["rise"][of], colour, hover, 6, showlegend=shown, **look))
+                data.append(line(x, law.rise_(way, np.full(20, N), N * x)[:, 0], colour, width=1.0, **look))
+        axes = layout("tokens per parameter D/N", "added loss (nats per token)", ratio, rises["rise"], log_y=True)
+        drawn["after-training"] = {"data": data, "layout": axes}
     return drawn

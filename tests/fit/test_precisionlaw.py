@@ -187,5 +187,5 @@ def test_runs_of_panferov_et_al_at_100m_follow_from_smaller_ones():
         forecast = law.predict(rows.N, rows.D, name)
         errors += [*np.abs(forecast.loss.to_numpy() / rows.loss - 1)]
         inside += [*((forecast.low.to_numpy() < rows.loss) & (rows.loss < forecast.high.to_numpy()))]
-    assert np.median(errors) <= 0.0045
-    assert 0.9 <= np.mean(inside) <= 0.98
+    assert np.median(errors) <= 0.004  # measured: 0.31 %; a Chinchilla law of each format: 0.91 %
+    assert 0.9 <= np.mean(inside) <= 0.98  # measured: 94.3 %; a Chinchilla law of each format: 77 %
