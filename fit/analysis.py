@@ -68,8 +68,6 @@ def analyze(
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
     table, precision = by_precision(table, bootstrap, seed)
     if speedup and precision is None:
-        raise InputError(f"speedup is {dict(speedup)}, but the runs have no law of number formats; leave it out.")
-    if speedup and precision is None:
         raise InputError(f"speedup names {', '.join(speedup)}, but the table gives no law of number formats.")
     counted, note = table, None
     if convention == "6nd" and flops_per_token(table.N, table.D, table.flops) is not None:

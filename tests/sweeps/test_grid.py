@@ -209,7 +209,7 @@ REFUSED = [  # numbers out of range: test_fields.py
     (ladder(variants={"a": {"seed": 5}}), {}, "grid.variants.a changes seed; variants share"),
     (ladder(variants={"a": {"model.foo": 5}}), {}, "grid.variants.a names 'model.foo', which is not a field"),
     (ladder(variants={"a": {"log_every": 5}}), {}, "grid.variants.a has the same run as base"),
-    (GridConfig(kind="spiral"), {}, "one of adaptive, check, curves, isoflop, ladder, mixture, points, product, tune"),
+    (GridConfig(kind="spiral"), {}, "one of adaptive, check, curves, isoflop, ladder, mixture, points, precision, "),
 ]
 
 
