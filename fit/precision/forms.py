@@ -20,7 +20,7 @@ from ..laws.law import Law, Problem
 from ..solver.forms import LogSumExp, LogSumTerms
 
 LEAST_EXPONENT = 0.02  # a flatter term is indistinguishable from E, and makes efficiencies overflow
-EFFECT = (-5.0, 5.0)  # bounds of a format's change of the log of a term
+EFFECT = (0.0, 5.0)  # bounds of a format's change of the log of a term: rounding adds no information, so e <= 1
 STARTS = 6  # all 64 of the base law led to one optimum on the runs of Panferov et al.
 GAMMA_BOUNDS, GAMMA_STARTS = (0.05, 50.0), (0.7, 2.0, 6.0)  # published: 1 to 3
 

@@ -113,35 +113,42 @@ class PrecisionLaw(Estimator):
         self.rise_ = RiseLaw.fit(runs.where(counted & plain), self.draws, self.seed, self.notes_)
         named = not all(column.endswith("_bits") for column in format_columns(runs.frame).values())
         only_bits = bool(bits) and not named and counted.sum() < FEW_RUNS * len({*name})
-        keep = counted if only_bits else frequent(passes, counted)
-        if (name[keep] == NONE).all():
-            raise InputError(f"no format has {LEAST_RUNS} runs or more; add runs in each format.")
+        for judged in (False, True):  # outliers may leave a format with too few runs
+            keep = counted if only_bits else frequent(passes, counted)
+            if (name[keep] == NONE).all():
+                raise InputError(f"no format has {LEAST_RUNS} runs or more; add runs in each format.")
+            kept, names = runs.where(keep), [[NONE, *sorted({*labels[keep]} - {NONE})] for labels in passes]
+            codes = [np.array([of.index(v) + 1.0 for v in p[keep]]) for of, p in zip(names, passes, strict=True)]
+            mean_bits = {p: [P[keep][codes[0] == k + 1].mean() for k in range(len(names[0]))] for p, P in bits.items()}
+            laws = {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=mean_bits)} if bits else {}
+            for (base, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
+                laws[base + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
+            columns = {"N": kept.N, "D": kept.D, **dict(zip(PASSES, codes, strict=True)), "loss": kept.loss}
+            if not judged:
+                flexible = laws["bits" if only_bits else "gamma"]
+                counted[np.flatnonzero(keep)[self._outliers(flexible, columns, kept.weight, name[keep])]] = False
         self.notes_ += [f"{v} is left out: a format needs {LEAST_RUNS} runs or more." for v in {*name} - {*name[keep]}]
-        runs, name, passes = runs.where(keep), name[keep], [labels[keep] for labels in passes]
-        names = [[NONE, *sorted({*labels} - {NONE})] for labels in passes]
-        codes = [np.array([of.index(v) + 1.0 for v in labels]) for of, labels in zip(names, passes, strict=True)]
-        mean_bits = {p: [P[keep][codes[0] == k + 1].mean() for k in range(len(names[0]))] for p, P in bits.items()}
-        laws = {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=mean_bits)} if bits else {}
-        for (base, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
-            laws[base + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
         self.laws_ = {form: law for form, law in laws.items() if form in (self.forms or FORMS)}
         if not self.laws_:
             raise InputError(f"forms is {self.forms}, and none applies: bits needs a column such as weights_bits.")
-        columns = {"N": runs.N, "D": runs.D, **dict(zip(PASSES, codes, strict=True)), "loss": runs.loss}
-        weight, flexible = runs.weight.copy(), laws["bits" if only_bits else "gamma"]
-        with suppress(InputError):  # where the runs are too few to judge any
-            outliers = find_outliers(flexible.fit(**columns, weight=weight))
-            for row in outliers.rows:
-                at, weight[row] = f"{name[row]}, N = {runs.N[row]:.4g} and D = {runs.D[row]:.4g}", 0.0
-                self.notes_.append(f"An outlier is left out: {at}, {np.expm1(outliers.residual[row]):+.1%} off.")
         known = read_constants("forecast")
         priors = {name: Prior(**known[key]) for name, key in (("loss", "precision"), ("size", "size"))}
         self.forecaster_ = _Forecaster(self.laws_, draws=self.draws, seed=self.seed, priors=priors)
-        self.forecaster_.fit(**columns, weight=weight, groups=runs.group)
+        self.forecaster_.fit(**columns, weight=kept.weight, groups=kept.group)
         self.weights_, self.errors_ = self.forecaster_.weights_, self.forecaster_.errors_
-        self.runs_, self.names_, order = runs, name, [NONE, *sorted({*name} - {NONE})]
-        self.formats_ = {v: tuple(int(code[name == v][0]) for code in codes) for v in order}
+        self.runs_, self.names_, order = kept, name[keep], [NONE, *sorted({*name[keep]} - {NONE})]
+        self.formats_ = {v: tuple(int(code[self.names_ == v][0]) for code in codes) for v in order}
         return self
+
+    def _outliers(self, law: PrecisionForm, columns: Columns, weight: Array, name: np.ndarray) -> np.ndarray:
+        """Return the rows of outliers of a law, with a note on each; none where the runs are too few to judge any."""
+        with suppress(InputError):
+            outliers = find_outliers(law.fit(**columns, weight=weight))
+            for row in outliers.rows:
+                at = f"{name[row]}, N = {columns['N'][row]:.4g} and D = {columns['D'][row]:.4g}"
+                self.notes_.append(f"An outlier is left out: {at}, {np.expm1(outliers.residual[row]):+.1%} off.")
+            return outliers.rows
+        return np.empty(0, dtype=int)
 
     # Answers.
 

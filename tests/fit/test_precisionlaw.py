@@ -177,7 +177,7 @@ def test_runs_of_panferov_et_al_at_100m_follow_from_smaller_ones():
     runs = pd.read_csv(Path(os.environ["ISOFLOP_DATA"]) / "precision/quartet.csv")
     small, large = runs[runs.N < 9e7], runs[runs.N > 9e7]
     law = fit.PrecisionLaw().fit(small)
-    assert sum("outlier" in note for note in law.notes_) == 1  # the diverged run
+    assert "AlbertTsengQuantizer forward, N = 3.048e+07 and D = 2.4e+10" in law.notes_[0]  # the diverged run
     names = {codes: name for name, codes in law.formats_.items()}
     inside, errors = [], []
     for (forward, backward), rows in large.groupby(["forward", "backward"]):
@@ -187,5 +187,5 @@ def test_runs_of_panferov_et_al_at_100m_follow_from_smaller_ones():
         forecast = law.predict(rows.N, rows.D, name)
         errors += [*np.abs(forecast.loss.to_numpy() / rows.loss - 1)]
         inside += [*((forecast.low.to_numpy() < rows.loss) & (rows.loss < forecast.high.to_numpy()))]
-    assert np.median(errors) <= 0.004  # measured: 0.31 %; a Chinchilla law of each format: 0.91 %
+    assert np.median(errors) <= 0.004  # measured: 0.20 %; a Chinchilla law of each format: 0.91 %
     assert 0.9 <= np.mean(inside) <= 0.98  # measured: 94.3 %; a Chinchilla law of each format: 77 %
