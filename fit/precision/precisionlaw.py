@@ -186,7 +186,8 @@ class PrecisionLaw(Estimator):
         for k, (name, sign) in enumerate((("N", 1.0), ("D", 1.0), ("speedup", -1.0))):
             variances = weights.variances(fitted[:, k, :, 0], drawn[:, k], np.zeros(len(self.formats_)))
             log, wide = sign * (weights.share @ fitted[:, k, :, 0]), half_width(level, [*variances.values()])
-            columns |= {name: np.exp(log), f"{name}_low": np.exp(log - wide), f"{name}_high": np.exp(log + wide)}
+            low, high = np.clip([log - wide, log + wide], *((-np.inf, 0.0) if sign > 0 else (0.0, np.inf)))
+            columns |= {name: np.exp(log), f"{name}_low": np.exp(low), f"{name}_high": np.exp(high)}
         return pd.DataFrame(columns, index=pd.Index(self.formats_, name="format"))
 
     def best(self, flops: ArrayLike, speedup: Mapping[str, float] | None = None, level: float = 0.95) -> pd.DataFrame:
