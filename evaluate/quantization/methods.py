@@ -74,14 +74,14 @@ def _clipped(weight: Tensor, format: str, group: int, gram: Tensor) -> Quantized
     spans = [slice(start, start + group) for start in range(0, weight.shape[1], group)]
     for number, span in [*enumerate(spans)] * PASSES:
         values, difference[:, span] = weight[:, span], 0.0
-        others, least = 2 * difference @ gram[:, span], torch.full_like(weight[:, 0], math.inf)
+        others, smallest = 2 * difference @ gram[:, span], torch.full_like(weight[:, 0], math.inf)
         for low, high in itertools.product(SHRINKS, SHRINKS):
             scales = scales_of(format, values, low, high)
             codes = encode(format, values, scales.of(..., None))
             change = decode(format, codes, scales.of(..., None)) - values
             error = ((change @ gram[span, span] + others) * change).sum(1)
-            better = error < least
-            least = torch.minimum(error, least)
+            better = error < smallest
+            smallest = torch.minimum(error, smallest)
             difference[better, span], result.codes[better, span] = change[better], codes[better]
             for old, new in zip(result.scales, scales, strict=True):
                 old[better, number] = new[better]

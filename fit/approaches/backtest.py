@@ -84,8 +84,8 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
     ]
     groups += [("budget", float(C), labels == level) for level, C in enumerate(budgets)]
     left_out = np.stack([rows for _, _, rows in groups])
-    kept = ~left_out & (table.weight > 0)
-    usable = np.array([determines(law, {name: values[rows] for name, values in law.data_.items()}) for rows in kept])
+    rest = ~left_out & (table.weight > 0)
+    usable = np.array([determines(law, {name: values[rows] for name, values in law.data_.items()}) for rows in rest])
     # Leaving runs out is a weight of zero, so all refits are one call of the batched solver.
     refits = _answers(law, law.refit(~(left_out & usable[:, None])), target)
     refits = {name: np.where(usable, values, np.nan) for name, values in refits.items()}

@@ -92,7 +92,7 @@ class MixtureLaw(Estimator):
         """Check the table and return its rows."""
         weights = _mixtures(frame, self.domains_)
         losses = np.stack([numeric(frame, f"loss_{name}") for name in self.losses_])
-        known = np.isfinite(losses)
+        finite = np.isfinite(losses)
         for name, row in zip(self.losses_, losses, strict=True):
             positive(f"loss_{name}", row[~np.isnan(row)])
         for name, column in zip(self.domains_, weights.T, strict=True):
@@ -113,9 +113,9 @@ class MixtureLaw(Estimator):
         np.maximum.at(last, group, points.tokens)
         later = np.exp(LATER * (points.tokens - last[group]))
         self._end, self._reach = later > 1.0 - 1e-9, points.size + last[group]
-        mean = np.array([np.log(row[use]).mean() for row, use in zip(losses, known, strict=True)])
-        target = np.where(known, np.log(np.where(known, losses, 1.0)), mean[:, None])
-        return Data(points, target, known * later / later.mean(), mixture, group)
+        mean = np.array([np.log(row[use]).mean() for row, use in zip(losses, finite, strict=True)])
+        target = np.where(finite, np.log(np.where(finite, losses, 1.0)), mean[:, None])
+        return Data(points, target, finite * later / later.mean(), mixture, group)
 
     def varies(self, name: str) -> bool:
         """Return whether "N" or "D" varies in the table."""
@@ -175,12 +175,12 @@ class MixtureLaw(Estimator):
         import pandas as pd
 
         data, prior, members = self.data_, Prior(**read_constants("forecast")["mixture"]), self._members
-        known, cuts = (data.weight > 0) & self._end, [*folds, *rolling]
+        usable, cuts = (data.weight > 0) & self._end, [*folds, *rolling]
         held = [np.stack([member.held[j] for member in members.values()]) for j in range(len(cuts))]
         errors = [h - data.target[:, cut.tested] for h, cut in zip(held, cuts, strict=True)]
         tests = [*zip(errors, cuts, strict=True)][len(folds) if rolling else 0 :]
         self._weights, squares = [], []
-        for k, use in enumerate(known):
+        for k, use in enumerate(usable):
             moves = [(e[:, k] / cut.further)[:, use[cut.tested]] for e, cut in tests if use[cut.tested].any()]
             self._weights.append(Weights.learn(moves, len(members), prior))
             squares.append(np.mean([(move**2).mean(axis=1) for move in moves], axis=0))
@@ -198,8 +198,8 @@ class MixtureLaw(Estimator):
         for error, cut in zip(errors, folds, strict=False):
             self.held_[:, cut.tested] = np.einsum("kf,fkt->kt", share, error)
         self.held_ *= data.weight > 0
-        even = known * self.held_ / np.sqrt(self._factor(data.points.weights))
-        self._covariance = even @ even.T / np.maximum(1.0 * known @ known.T, 1.0)
+        even = usable * self.held_ / np.sqrt(self._factor(data.points.weights))
+        self._covariance = even @ even.T / np.maximum(1.0 * usable @ usable.T, 1.0)
         self.noise_ = dict(zip(self.losses_, np.sqrt(np.diag(self._covariance)).tolist(), strict=True))
         columns = [*(f"g_{name}" for name in self.domains_), *PRIORS]
         frames = {name: pd.DataFrame(np.exp(member.theta), self.losses_, columns) for name, member in members.items()}

@@ -131,8 +131,8 @@ class PrecisionLaw(Estimator):
         self.laws_ = {form: law for form, law in laws.items() if form in (self.forms or FORMS)}
         if not self.laws_:
             raise InputError(f"forms is {self.forms}, and none applies: bits needs a column such as weights_bits.")
-        known = read_constants("forecast")
-        priors = {name: Prior(**known[key]) for name, key in (("loss", "precision"), ("size", "size"))}
+        constants = read_constants("forecast")
+        priors = {name: Prior(**constants[key]) for name, key in (("loss", "precision"), ("size", "size"))}
         self.forecaster_ = _Forecaster(self.laws_, draws=self.draws, seed=self.seed, priors=priors)
         self.forecaster_.fit(**columns, weight=kept.weight, groups=kept.group)
         self.weights_, self.errors_ = self.forecaster_.weights_, self.forecaster_.errors_

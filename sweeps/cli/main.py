@@ -251,8 +251,8 @@ def _variants(source: str, *names: str) -> list[tuple[str, RunTable]]:
     chosen = [UNQUANTIZED if name == "none" else name for name in names] or [*tables]
     for name in chosen:
         if name not in tables:
-            known = f"the {kinds(runs)} of {source} ({', '.join(tables)})"
-            raise UserError(f"{name!r} is neither a sweep or table nor one of {known}")
+            accepted = f"the {kinds(runs)} of {source} ({', '.join(tables)})"
+            raise UserError(f"{name!r} is neither a sweep or table nor one of {accepted}")
     base = [next(iter(tables))] if len(chosen) == 1 else []
     return [(name, tables[name]) for name in dict.fromkeys([*base, *chosen])]
 

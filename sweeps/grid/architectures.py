@@ -68,8 +68,8 @@ def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate
     result = list[_Candidate]()
     for width in widths():
         ideal = 0.5 * math.sqrt(width)
-        least = max(1, math.floor(ideal / 2))
-        models = [shaped(base, width, depth) for depth in range(least, math.ceil(2 * ideal) + 1)]
+        shallowest = max(1, math.floor(ideal / 2))
+        models = [shaped(base, width, depth) for depth in range(shallowest, math.ceil(2 * ideal) + 1)]
         # Without experts all blocks are equal, so that counting two depths is enough, and much faster.
         counted = models if base.experts else models[:2]
         sizes = [count_parameters(model).N_active for model in counted]

@@ -214,8 +214,8 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
 def _cpu_share(entries: Iterable[_Entry]) -> float | None:
     """Return the share of core-hours that was CPU time, not waiting for other processes; None if not recorded."""
     attempts = [(attempt, entry.planned["shape"]["cpus"]) for entry in entries for attempt in entry.history]
-    known = [(attempt.cpu_seconds, attempt.paid * cores) for attempt, cores in attempts if attempt.cpu_seconds]
-    return sum(cpu for cpu, _ in known) / max(1e-9, sum(paid for _, paid in known)) if known else None
+    measured = [(attempt.cpu_seconds, attempt.paid * cores) for attempt, cores in attempts if attempt.cpu_seconds]
+    return sum(cpu for cpu, _ in measured) / max(1e-9, sum(paid for _, paid in measured)) if measured else None
 
 
 def slowdown(rows: Iterable[Mapping[str, Any]]) -> float:

@@ -50,8 +50,8 @@ def score_domains(text: HeldOutText, per_window: Tensor) -> dict[str, float | No
         errors.append(None if score.val_loss_se is None else part.share * score.val_loss_se)
         if name != PLAIN:
             by_domain[f"val_loss_{name}"] = score.val_loss
-    known = [error for error in errors if error is not None]
-    error = math.hypot(*known) if len(known) == len(errors) else None
+    finite = [error for error in errors if error is not None]
+    error = math.hypot(*finite) if len(finite) == len(errors) else None
     return {"val_loss": losses, "val_loss_se": error, "val_bpb": bits, **by_domain}
 
 
