@@ -21,6 +21,7 @@ from isoflop.sweeps.grid.base import grid_kinds
 from isoflop.sweeps.grid.isoflop import CurvesGrid, IsoflopGrid
 from isoflop.sweeps.grid.ladder import LadderGrid
 from isoflop.sweeps.grid.mixture import MixtureGrid
+from isoflop.sweeps.grid.precision import PrecisionGrid
 from isoflop.sweeps.grid.product import CheckGrid, PointsGrid, ProductGrid
 from isoflop.sweeps.grid.tune import TuneGrid
 from isoflop.sweeps.grid.tuning import PowerRule, TuningConfig
@@ -54,6 +55,7 @@ WORKING = {
     "adaptive": AdaptiveGrid(budgets=[1e12, 3e12]),
     "ladder": LadderGrid(sizes=[8e3], tokens_per_parameter=[20.0]),
     "mixture": MixtureGrid(sizes=[8e3], tokens_per_parameter=[20.0], mixtures=1),
+    "precision": PrecisionGrid(sizes=[8e3], tokens_per_parameter=[20.0], formats=["int8"]),
     "product": ProductGrid(axes={"model.qk_norm": [False]}),
     "points": PointsGrid(points=[{"model.qk_norm": False}]),
     "check": CheckGrid(points=[{"model.qk_norm": False, "tokens": 2**17}]),
