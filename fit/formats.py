@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PASSES = ("forward", "backward")  # inputs of the laws: the number of the pass's format, from 1 for none
 NONE = "none"
-UNQUANTIZED = {NONE, "", "nan", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"}
+PLAIN_NAMES = {NONE, "", "nan", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"}  # not quantized
 PLAIN_BITS = 16.0  # numbers of this many bits or more count as not quantized
 PARTS = {"weights": "forward", "activations": "forward", "kv": "forward", "gradients": "backward"}  # part -> pass
 PARTS |= {name: name for name in PASSES}
@@ -43,7 +43,7 @@ def read_formats(runs: RunTable) -> tuple[np.ndarray, list[np.ndarray], dict[str
                 bits[part] = P
             if column.endswith("_bits"):
                 texts = [NONE if v == PLAIN_BITS else f"{v:g}-bit" for v in P]
-        parts[part] = [NONE if v.lower() in UNQUANTIZED else v for v in texts]
+        parts[part] = [NONE if v.lower() in PLAIN_NAMES else v for v in texts]
     name = _names(parts, len(frame))
     passes = [_names({p: v for p, v in parts.items() if PARTS[p] == which}, len(frame)) for which in PASSES]
     masks = [labels == v for labels in passes for v in {*labels} - {NONE}]

@@ -90,7 +90,7 @@ class EvaluateConfig:
 
     @property
     def scores(self) -> bool:
-        """Whether checkpoints are scored at all."""
+        """Return whether checkpoints are scored."""
         return bool(self.tasks or self.quantize)
 
 

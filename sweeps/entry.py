@@ -230,9 +230,9 @@ def for_hydra(arguments: list[str]) -> list[str]:
     if clusters and clusters[-1] != "cluster=auto":
         return arguments
     others = [argument for argument in arguments if argument != "cluster=auto"]
-    # An installed client is not enough: the controller must reply.
     from .slurm.commands import ask  # `isoflop --help` starts a fifth faster without it
 
+    # An installed client is not enough: the controller must reply.
     on_slurm = shutil.which("sbatch") is not None and ask("sinfo", "-h", timeout=5.0).returncode == 0
     return [f"cluster={'slurm' if on_slurm else 'local'}", *others]
 

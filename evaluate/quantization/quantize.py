@@ -1,8 +1,8 @@
 """Quantize a model block by block, and write it as a checkpoint.
 
 The inputs of a block come through the blocks before it, already quantized. A quantized checkpoint is a folder like a
-run's. Its model.safetensors holds the numbers that the codes stand for, so whatever scores, samples or exports a
-checkpoint reads it. In packed.safetensors each matrix has <name>.codes and .scale, with integers .zero, and with AWQ
+run's. Its model.safetensors holds the numbers that the codes stand for, so scoring, sampling and exports read it like
+any other. In packed.safetensors each matrix has <name>.codes and .scale, with integers .zero, and with AWQ
 .channels; each expert of a mixture has <name>.<expert>.codes and so on.
 """
 
@@ -30,9 +30,10 @@ from ...train.errors import UserError
 from ...train.files import put_in_place, temporary_directory_beside
 from ...train.model.block import gated
 from ...train.model.experts import ExpertMLP, Routing
+from ...train.model.shape import matrices_of
 from .formats import Quantized
 from .methods import METHODS, Moments
-from .settings import Quantization, matrices
+from .settings import Quantization
 
 TOKENS = 65536  # of calibration text; AWQ takes about as many, GPTQ four times as many
 BATCH_TOKENS = 16384  # of a forward pass, as in `sequence_losses`
@@ -53,7 +54,7 @@ def quantize_model(
     streams, result = [model.enter(batch) for batch in batches], dict[str, list[Quantized]]()
     for number, block in enumerate(model.blocks):
         say(f"block {number + 1} of {len(model.blocks)}")
-        inside = [matrix for matrix in matrices(model.config) if matrix.name.startswith(f"blocks.{number}.")]
+        inside = [matrix for matrix in matrices_of(model.config) if matrix.name.startswith(f"blocks.{number}.")]
         moments = {
             matrix.name: [Moments(matrix.columns or 0, model.cos.device) for _ in range(matrix.experts)]
             for matrix in inside

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...train.config import ModelConfig
 from ...train.errors import UserError
-from ...train.model.shape import Parameter, model_shape
+from ...train.model.shape import matrices_of
 from ...train.quantization.bits import FORMATS
 
 CODE_BITS = {"int8": 8, "int4": 4, "int3": 3, "mxfp4": 4, "nf4": 4}
@@ -43,18 +43,13 @@ class Quantization:
         Raises UserError if a group does not divide its matrix's width.
         """
         result = {}
-        for matrix in matrices(model):
+        for matrix in matrices_of(model):
             width, group = matrix.columns or 0, MX_GROUP if self.format == "mxfp4" else self.group
             sizes = range(min(width, LARGEST_GROUP), 0, -1)
             result[matrix.name] = group or next(size for size in sizes if width % size == 0)
             if width % result[matrix.name]:
                 raise UserError(f"group is {group}; it must divide {width}, the width of {matrix.name}")
         return result
-
-
-def matrices(model: ModelConfig) -> list[Parameter]:
-    """Return the matrices that are quantized: those of the blocks, without routers."""
-    return [item for item in model_shape(model).parameters if item.role in ("first", "latent", "last")]
 
 
 def parse(entries: Sequence[str]) -> list[Quantization]:

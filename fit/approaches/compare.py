@@ -20,6 +20,7 @@ from scipy.special import stdtr, stdtrit
 
 from ..allocation.serving import BreakEven, Spread, break_even
 from ..errors import Array, InputError
+from ..formats import NONE, read_formats
 from ..formatting import amount, count, interval, percent, plain_json, scientific
 from ..solver.jets import Jet
 from ..table import Runs, RunTable, as_table
@@ -214,7 +215,7 @@ class _Rows:
         named = [t.frame.get("device", t.frame.iloc[:, 0]).iloc[t.rows] for t in sides]
         devices = {device for column in named for device in column.astype(str)}
         self.speed = None
-        if any((t.frame.iloc[t.rows].filter(regex="_format$").fillna("none") != "none").any(axis=None) for t in sides):
+        if any((read_formats(t)[0] != NONE).any() for t in sides):
             self.notes.append("Seconds are not compared, because number formats are simulated.")
         elif (seconds > 0).all() and ("device" not in sides[0].frame or len(devices) == 1):
             self.speed = np.log(flops / seconds)

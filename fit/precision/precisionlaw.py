@@ -62,6 +62,21 @@ class _Forecaster(Forecaster):
         return np.maximum(_beyond(points, {name: self.data_[name].max() for name in "ND"}, self.ends_[1]), 0.0)
 
 
+def _laws(
+    names: Sequence[Sequence[str]], bits: Mapping[str, Sequence[float]], only_bits: bool
+) -> dict[str, PrecisionForm]:
+    """Return the forms by name for the formats `names` of each pass; `bits`: part -> bits of each forward format."""
+    laws = {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=bits)} if bits else {}
+    for (base, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
+        laws[base + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
+    return laws
+
+
+def _means(values: Array, codes: Array) -> list[float]:
+    """Return the mean of the values (n,) with each code 1, 2, ... (n,)."""
+    return [float(values[codes == code].mean()) for code in np.unique(codes)]
+
+
 def _beyond(points: Columns, tops: Mapping[str, float], most: float) -> Array:
     """Return the log of extrapolation; N and D count twice because both grow as the root of the best models' FLOPs."""
     beyond = [2.0 * np.log(points[name] / top) for name, top in tops.items()]
@@ -119,10 +134,7 @@ class PrecisionLaw(Estimator):
                 raise InputError(f"no format has {LEAST_RUNS} runs or more; add runs in each format.")
             kept, names = runs.where(keep), [[NONE, *sorted({*labels[keep]} - {NONE})] for labels in passes]
             codes = [np.array([of.index(v) + 1.0 for v in p[keep]]) for of, p in zip(names, passes, strict=True)]
-            mean_bits = {p: [P[keep][codes[0] == k + 1].mean() for k in range(len(names[0]))] for p, P in bits.items()}
-            laws = {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=mean_bits)} if bits else {}
-            for (base, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
-                laws[base + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
+            laws = _laws(names, {part: _means(P[keep], codes[0]) for part, P in bits.items()}, only_bits)
             columns = {"N": kept.N, "D": kept.D, **dict(zip(PASSES, codes, strict=True)), "loss": kept.loss}
             if not judged:
                 flexible = laws["bits" if only_bits else "gamma"]

@@ -31,7 +31,7 @@ class RiseLaw:
 
     @classmethod
     def fit(cls, runs: RunTable, draws: int, seed: int, notes: list[str]) -> RiseLaw | None:
-        """Fit log rises by least squares; without usable columns, return None. Adds to `notes` what is left out."""
+        """Fit log rises by least squares; without usable columns, return None. Adds a note on all that it omits."""
         import pandas as pd
 
         names = [name for name in map(str, runs.frame.columns) if name.startswith(PREFIX)]

@@ -286,8 +286,8 @@ def answer(a: Analysis) -> Figure | None:
 
 def allocation(a: Analysis, quantity: str) -> Figure | None:
     low, high = float(a.table.flops.min()), float(a.table.flops.max())
-    far = max(*a.targets, high * 10)
     C, lines = allocation_lines(a, quantity)
+    end = float(C[-1])
     data: list[Trace] = []
     near: list[float] = []
     for approach, values, band in lines:
@@ -318,11 +318,11 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
     look["margin"]["t"] = 64
     every = [v for one in data if "fill" not in one for v in one["y"] if v is not None]
     views = {
-        name: _view("xaxis", [low / 2, end], 0.0, True) | _view("yaxis", shown, 0.12, log)
-        for name, end, shown in (("near", high * 30, near), ("far", far * 2, every))
+        name: _view("xaxis", [low / 2, right], 0.0, True) | _view("yaxis", shown, 0.12, log)
+        for name, right, shown in (("near", high * 30, near), ("far", end, every))
     }
     # Show the range near the runs first; if the targets are far beyond, a switch on the page shows the whole range.
-    beyond = np.log10(far * 2 / (high * 30)) >= 1.0
+    beyond = np.log10(end / (high * 30)) >= 1.0
     for change, value in views["near" if beyond else "far"].items():
         axis, key = change.split(".")
         look[axis][key] = value

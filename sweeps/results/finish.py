@@ -219,7 +219,6 @@ def print_law(law: dict[str, Any], name: str) -> None:
     """Print the optimum that each approach predicts at each target, then the law, its backtest and the warnings."""
     from ...fit.flops import in_words
     from ...fit.formatting import INTERVALS
-    from ...fit.report.precision import precision_text
 
     if "approaches" not in law and "mixture" in law:
         print_mixture(law)
@@ -255,6 +254,8 @@ def print_law(law: dict[str, Any], name: str) -> None:
     for line in law.get("recipes_compared", []):
         say(escape(line))
     if precision := law.get("precision"):
+        from ...fit.report.precision import precision_text  # other sweeps do without the report's modules
+
         sentences, tables = precision_text(precision)
         say(escape("\n".join(sentences)))
         for title, table in tables.items():

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from ..config import ModelConfig, RunConfig
+from ..optimizer.optimizer import MATRICES
 
 # A parameter's role determines its initial weights, its learning rate, and how tensor parallelism splits it.
 # A block's branches have a `first` matrix, split by rows, and a `last` one, split by columns; `latent` makes the small
@@ -313,6 +314,11 @@ def model_shape(model: ModelConfig) -> Shape:
         if model.experts
         else None,
     )
+
+
+def matrices_of(model: ModelConfig) -> list[Parameter]:
+    """Return the matrices of a model's blocks, in order, without routers."""
+    return [parameter for parameter in model_shape(model).parameters if parameter.role in MATRICES]
 
 
 @dataclass(frozen=True)

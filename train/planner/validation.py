@@ -17,8 +17,9 @@ from ..config import DOMAIN_NAME, GROUPED_QUERY, DataConfig, ModelConfig, Parall
 from ..errors import UserError, counted
 from ..fields import UNIQUE
 from ..model.shape import micro_batches, model_shape
+from ..optimizer.optimizer import MATRICES
 from ..optimizer.registry import OPTIMIZERS
-from ..quantization.bits import MATRICES, block_of
+from ..quantization.bits import block_of
 
 LARGEST = 1e30  # limit of every number: more FLOPs than any machine has, and far from an overflow
 

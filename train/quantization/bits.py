@@ -40,7 +40,6 @@ FORMATS = {
     # BitNet b1.58: Ma et al. 2024, arXiv 2402.17764, section 2.
     "ternary": Format(math.log2(3), 1.0, None, 0, "mean", 32, 128),
 }
-MATRICES = ("first", "latent", "last")  # roles of the parameters that are quantized, see `model/shape.py`
 PRECISIONS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0}
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ..config import QuantizationConfig, RunConfig
 from ..model.gpt import GPT
-from ..model.shape import Parameter, model_shape
+from ..model.shape import Parameter, matrices_of
 from ..parallel.layout import Placement
-from .bits import MATRICES, block_of
+from .bits import block_of
 from .formats import fake_quantize
 from .noise import Noise, column_keys
 
@@ -82,7 +82,7 @@ def quantize(
     if settings.rounding == "stochastic":
         noise = Noise(config.seed, gpt.strategy.own)
         gpt.announce = noise.see
-    for parameter in _matrices(config) if settings.used else ():
+    for parameter in matrices_of(config.model) if settings.used else ():
         name = parameter.name.removesuffix(".weight")
         layer = QuantizedLinear(gpt.get_submodule(name), parameter, settings)
         layer.rank, layer.noise = rank, noise
@@ -97,14 +97,10 @@ def quantize(
 @torch.no_grad()
 def quantize_for_evaluation(gpt: GPT, config: RunConfig) -> None:
     """Round a whole model's weights once, and its activations in every pass, as in the run's own validation."""
-    for parameter in _matrices(config) if config.quantization.used else ():
+    for parameter in matrices_of(config.model) if config.quantization.used else ():
         name = parameter.name.removesuffix(".weight")
         layer = QuantizedLinear(gpt.get_submodule(name), parameter, config.quantization)
         layer.weight.copy_(_Rounded.apply(layer.weight, layer.of_weight))
         layer.of_weight = layer.of_gradient = None
         if layer.of_input is not None:
             gpt.set_submodule(name, layer)
-
-
-def _matrices(config: RunConfig) -> list[Parameter]:
-    return [parameter for parameter in model_shape(config.model).parameters if parameter.role in MATRICES]
