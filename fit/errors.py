@@ -91,13 +91,13 @@ def is_uneven(loss: Array) -> bool:
     return bool(np.isfinite(loss).all() and np.ptp(loss) > FLAT * np.abs(loss).max())
 
 
-def need_uneven(name: str, values: Array, least: int = 2) -> None:
-    """Raise InputError if positive `values` take fewer than `least` different values, to within FLAT."""
+def need_uneven(name: str, values: Array, required: int = 2) -> None:
+    """Raise InputError if positive `values` take fewer than `required` different values, to within FLAT."""
     levels = len(np.unique(np.floor(np.log(values / values.min()) / FLAT)))
-    if levels < least:
+    if levels < required:
         extent = f"is {values[0]:.6g} in every row" if levels == 1 else f"has only {levels} different values"
         raise InputError(
-            f"{name} {extent} (relative differences up to {FLAT:g} do not count); this law needs at least {least}."
+            f"{name} {extent} (relative differences up to {FLAT:g} do not count); this law needs at least {required}."
         )
 
 

@@ -110,8 +110,11 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
             distance = -1.0 if entry["N"] is None else abs(float(np.log(entry["N"] / full["N"][0])))
         return max(sizes, default=(distance, "N"))
 
-    most = max(entries, key=largest_move)
-    return {"left_out": entries, "most": None if largest_move(most)[0] < 0 else most | {"moved": largest_move(most)[1]}}
+    farthest = max(entries, key=largest_move)
+    return {
+        "left_out": entries,
+        "most": None if largest_move(farthest)[0] < 0 else farthest | {"moved": largest_move(farthest)[1]},
+    }
 
 
 def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Array]:

@@ -268,7 +268,7 @@ class CriticalBatchLaw(DesignedLaw):
             basis = np.stack([np.ones_like(u), np.exp(u)], axis=1)[None] / observed[None, :, None]
             smallest = 1e-3 * observed.min()
             return projected_starts(
-                at, lambda log: {"E_min": log[..., 0], "S_min": log[..., 1]}, basis, weights, keep, least=smallest
+                at, lambda log: {"E_min": log[..., 0], "S_min": log[..., 1]}, basis, weights, keep, floor=smallest
             )
 
         form = LogSumTerms(lambda v: [v["E_min"], v["S_min"] + u], at, len(u))

@@ -268,7 +268,7 @@ class ExpertLaw(Law):
 
         at = {name: i for i, name in enumerate(self.names)}
         basis, floor = basis / observed[None, :, None], 0.02 * observed.min()
-        return projected_starts(at, coordinates, basis, weights, keep or STARTS, least=floor)
+        return projected_starts(at, coordinates, basis, weights, keep or STARTS, floor=floor)
 
 
 def saturated(log_experts: Any, log_start: Any, log_max: Any) -> Any:

@@ -125,14 +125,14 @@ def projected_starts(
     keep: int | None,
     target: Array | None = None,
     scale: Array | float = 1.0,
-    least: Array | float = 0.0,
+    floor: Array | float = 0.0,
 ) -> Array:
     """Return the `keep` best of G starts for each of P problems, (P, keep, k), with m amplitudes by least squares.
 
     The other coordinates come from a grid of G points. at: index of each coordinate. coordinates: maps log amplitudes
     (P, G, m) to all k coordinates by name, which broadcast to (P, G). basis (G, n, m): what multiplies each amplitude
     in each row. weights (P, n). keep: None for all. target (n,): what the products should add up to; default 1. scale
-    (G,): converts squared residuals to squared log residuals. least (G, 1): replaces smaller amplitudes. An amplitude
+    (G,): converts squared residuals to squared log residuals. floor (G, 1): replaces smaller amplitudes. An amplitude
     of zero or less multiplies the error by four.
     """
     target = np.ones(basis.shape[1]) if target is None else target
@@ -141,7 +141,7 @@ def projected_starts(
         amplitudes, error = variable_projection(basis, target, chunk_weights)
         error = np.where((amplitudes > 0).all(axis=2), error, 4.0 * error) * scale
         starts = np.empty((*error.shape, max(at.values()) + 1))
-        for name, values in coordinates(np.log(np.maximum(amplitudes, least))).items():
+        for name, values in coordinates(np.log(np.maximum(amplitudes, floor))).items():
             starts[..., at[name]] = values
         chunks.append(least_starts(starts, error, keep))
     return np.concatenate(chunks)

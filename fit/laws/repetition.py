@@ -179,7 +179,7 @@ class RepetitionLaw(Law):
                 return dict(zip("ABE", np.moveaxis(log, 2, 0), strict=True)) | {k: v[:, 0] for k, v in held.items()}
 
             basis, floor = basis / observed[None, :, None], 0.02 * observed.min()
-            return projected_starts(at, coordinates, basis, weights, keep or STARTS, least=floor)
+            return projected_starts(at, coordinates, basis, weights, keep or STARTS, floor=floor)
 
         form = LogSumTerms(terms, at, len(target), fixed)
         return Problem(

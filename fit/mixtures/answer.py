@@ -62,8 +62,8 @@ def best_mixture(
     seen = data.points.weights[first]
     if base is None:  # the mixture of most runs, if there is one
         counts = np.bincount(np.unique(np.stack([data.mixture, data.group]), axis=1)[0])
-        most = counts == counts.max()
-        base = (seen[most] if most.sum() == 1 else seen).mean(axis=0)
+        commonest = counts == counts.max()
+        base = (seen[commonest] if commonest.sum() == 1 else seen).mean(axis=0)
     low, high = _bounds(law, bounds, max_epochs, caps, D)
     about = [generator.dirichlet(np.maximum(c * base, 0.05) + (c == 0), CANDIDATES) for c in CONCENTRATIONS]
     cloud = project(np.vstack([base, seen, np.eye(len(low)), *about]), low, high)

@@ -188,9 +188,9 @@ class Corrected:
             theta = solve(form, self.theta, prior, data, below, REFITS)[0] if self.fits else self.theta
             residual, steps = data.target - form.value(theta, data.points)[0], list[Any]()
             for k, weights in enumerate(data.weight * below):
-                known = members @ weights > 0
-                mean = members[known] @ (weights * residual[k]) / (members[known] @ weights)
-                places = form.places(self.theta[k], data.points[first[known]])
+                has_residual = members @ weights > 0
+                mean = members[has_residual] @ (weights * residual[k]) / (members[has_residual] @ weights)
+                places = form.places(self.theta[k], data.points[first[has_residual]])
                 steps.append(correction(places, mean, self.fits[0][1][k] if self.fits else None))
             self.fits.append((theta, steps))
         self.held = [self._value(fit, data.points[cut.tested]) for fit, cut in zip(self.fits[1:], cuts, strict=True)]

@@ -99,9 +99,9 @@ class MixtureLaw(Estimator):
             if np.ptp(column) < 1e-6:
                 raise InputError(f"weight_{name} is {column[0]:.4g} in every row; vary it, or leave the column out.")
         mixture = np.unique(weights.round(6), axis=0, return_inverse=True)[1].ravel()
-        count, least = mixture.max() + 1, len(self.domains_) + 2
-        if count < least:
-            raise InputError(f"the table has {count} mixtures of {least - 2} domains; it needs {least} or more.")
+        count, required = mixture.max() + 1, len(self.domains_) + 2
+        if count < required:
+            raise InputError(f"the table has {count} mixtures of {required - 2} domains; it needs {required} or more.")
         sizes = {name: positive(name, numeric(frame, name)) for name in ("N", "D") if name in frame}
         self.sizes_ = {name: (float(values.min()), float(values.max())) for name, values in sizes.items()}
         self._middle = {name: float(np.exp(np.log(values).mean())) for name, values in sizes.items()}
@@ -146,8 +146,10 @@ class MixtureLaw(Estimator):
         sizes = {"N": np.exp(data.points.size), "D": np.exp(data.points.tokens)}
         columns = {name: column for name, column in sizes.items() if self.varies(name)}
         mixtures = dict(zip(self.domains_, data.points.weights.T, strict=True))
-        least = len(self.domains_) + len(PRIORS)
-        return cut_offs(columns | mixtures, np.exp(self._reach), data.group, least, min_values=2) if columns else []
+        min_mixtures = len(self.domains_) + len(PRIORS)
+        return (
+            cut_offs(columns | mixtures, np.exp(self._reach), data.group, min_mixtures, min_values=2) if columns else []
+        )
 
     def _weigh_rows(self, data: Data) -> Data:
         """Divide the rows' weights by the relative variance of runs near their mixture."""

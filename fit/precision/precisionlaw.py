@@ -77,10 +77,10 @@ def _means(values: Array, codes: Array) -> list[float]:
     return [float(values[codes == code].mean()) for code in np.unique(codes)]
 
 
-def _beyond(points: Columns, tops: Mapping[str, float], most: float) -> Array:
+def _beyond(points: Columns, tops: Mapping[str, float], largest: float) -> Array:
     """Return the log of extrapolation; N and D count twice because both grow as the root of the best models' FLOPs."""
     beyond = [2.0 * np.log(points[name] / top) for name, top in tops.items()]
-    return np.maximum.reduce([np.log(6.0 * points["N"] * points["D"] / most), *beyond])
+    return np.maximum.reduce([np.log(6.0 * points["N"] * points["D"] / largest), *beyond])
 
 
 class PrecisionLaw(Estimator):
@@ -132,13 +132,13 @@ class PrecisionLaw(Estimator):
             keep = counted if only_bits else frequent(passes, counted)
             if (name[keep] == NONE).all():
                 raise InputError(f"no format has {LEAST_RUNS} runs or more; add runs in each format.")
-            kept, names = runs.where(keep), [[NONE, *sorted({*labels[keep]} - {NONE})] for labels in passes]
+            fitted, names = runs.where(keep), [[NONE, *sorted({*labels[keep]} - {NONE})] for labels in passes]
             codes = [np.array([of.index(v) + 1.0 for v in p[keep]]) for of, p in zip(names, passes, strict=True)]
             laws = _laws(names, {part: _means(P[keep], codes[0]) for part, P in bits.items()}, only_bits)
-            columns = {"N": kept.N, "D": kept.D, **dict(zip(PASSES, codes, strict=True)), "loss": kept.loss}
+            columns = {"N": fitted.N, "D": fitted.D, **dict(zip(PASSES, codes, strict=True)), "loss": fitted.loss}
             if not judged:
                 flexible = laws["bits" if only_bits else "gamma"]
-                counted[np.flatnonzero(keep)[self._outliers(flexible, columns, kept.weight, name[keep])]] = False
+                counted[np.flatnonzero(keep)[self._outliers(flexible, columns, fitted.weight, name[keep])]] = False
         self.notes_ += [f"{v} is left out: a format needs {LEAST_RUNS} runs or more." for v in {*name} - {*name[keep]}]
         self.laws_ = {form: law for form, law in laws.items() if form in (self.forms or FORMS)}
         if not self.laws_:
@@ -146,9 +146,9 @@ class PrecisionLaw(Estimator):
         constants = read_constants("forecast")
         priors = {name: Prior(**constants[key]) for name, key in (("loss", "precision"), ("size", "size"))}
         self.forecaster_ = _Forecaster(self.laws_, draws=self.draws, seed=self.seed, priors=priors)
-        self.forecaster_.fit(**columns, weight=kept.weight, groups=kept.group)
+        self.forecaster_.fit(**columns, weight=fitted.weight, groups=fitted.group)
         self.weights_, self.errors_ = self.forecaster_.weights_, self.forecaster_.errors_
-        self.runs_, self.names_, order = kept, name[keep], [NONE, *sorted({*name[keep]} - {NONE})]
+        self.runs_, self.names_, order = fitted, name[keep], [NONE, *sorted({*name[keep]} - {NONE})]
         self.formats_ = {v: tuple(int(code[self.names_ == v][0]) for code in codes) for v in order}
         return self
 

@@ -78,8 +78,8 @@ class LocalBackend:
         try:
             with _handling(signal.SIGTERM, signal.default_int_handler):  # such as when an allocation is closed
                 while not reconcile(self.sweep, self, self._scope) or self._workers:
-                    began, looked, ended = time.monotonic(), time.monotonic(), False
-                    while not ended and time.monotonic() < began + self._pass_seconds():
+                    start, looked, ended = time.monotonic(), time.monotonic(), False
+                    while not ended and time.monotonic() < start + self._pass_seconds():
                         time.sleep(POLL_SECONDS)
                         tick([claim for worker in self._workers for claim in worker.claims.news()])
                         ended = self._collect()

@@ -239,9 +239,9 @@ class _Worker:
             if record is None:
                 return False
             self.write(task)
-            began = sum(os.times()[:4])  # of this process and of those that it waited for
+            cpu_before = sum(os.times()[:4])  # of this process and of those that it waited for
             ending = train_one(run, self.ranks, self.interrupt, self._board.policy)
-            lease.conclude(run, ending._replace(cpu_seconds=sum(os.times()[:4]) - began))
+            lease.conclude(run, ending._replace(cpu_seconds=sum(os.times()[:4]) - cpu_before))
         if self.ranks.size > 1 and ending.state == "failed":
             raise RunFailed(f"run {run.run_id} failed: {ending.reason}")
         if ending.state == "preempted" and self.interrupt.reason is None and self.ranks.size > 1:

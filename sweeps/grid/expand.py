@@ -80,9 +80,11 @@ def check_run(run: RunConfig, grid: GridConfig, rules: TuningConfig) -> None:
         when = f"a later round may choose a batch of {counted(rules.min_batch, 'sequence')}: "
     if error is None:
         return
-    least = parallel.dp * (parallel.micro_batch_size or 1) * (parallel.pp if parallel.schedule == "interleaved" else 1)
-    if chosen and refusal(batch_size=least) is None:
-        remedy = f"set tuning.min_batch={least}, so that the tuning rules choose multiples of {least}"
+    multiple = (
+        parallel.dp * (parallel.micro_batch_size or 1) * (parallel.pp if parallel.schedule == "interleaved" else 1)
+    )
+    if chosen and refusal(batch_size=multiple) is None:
+        remedy = f"set tuning.min_batch={multiple}, so that the tuning rules choose multiples of {multiple}"
         raise UserError(f"{when}{error}; or {remedy}")
     raise error
 

@@ -133,8 +133,8 @@ class Simplex:
         if not sum(low) <= PARTS <= sum(high):
             accepted = "the lows must sum to at most 1, and the highs (1 without bounds) to at least 1"
             raise UserError(f"grid.bounds is {bounds}, which leaves no mixture; {accepted}")
-        for name, share, least, most in zip(domains, shares, low, high, strict=True):
-            if not least - 1 < share < most + 1:
+        for name, share, lowest, highest in zip(domains, shares, low, high, strict=True):
+            if not lowest - 1 < share < highest + 1:
                 remedy = f"it must contain the share in {where}, {share / PARTS:.4g}; or give another grid.base"
                 raise UserError(f"grid.bounds.{name} is {limits[name]}; {remedy}")
         return cls(_rounded(shares, low, high), low, high)
@@ -146,7 +146,7 @@ class Simplex:
         share = min((PARTS + base[domain]) / 2, self.high[domain], PARTS - sum(low))
         spare = sum(base) - base[domain] - sum(low)
         scale = (PARTS - share - sum(low)) / spare if spare else 0.0
-        shares = [least + (part - least) * scale for part, least in zip(base, low, strict=True)]
+        shares = [lowest + (part - lowest) * scale for part, lowest in zip(base, low, strict=True)]
         shares[domain] = share
         return _rounded(shares, self.low, self.high)
 
@@ -159,8 +159,8 @@ class Simplex:
         later = [sum(shapes[i + 1 :]) for i in range(len(shapes))]
 
         # A coordinate is a quantile of a domain's share of the undivided parts: a Beta law, cut to the bounds.
-        def choose(point: Sequence[float], i: int, left: int, least: int, most: int) -> float:
-            start, end = special.betainc(shapes[i], later[i], [least / left, most / left])
+        def choose(point: Sequence[float], i: int, left: int, lowest: int, highest: int) -> float:
+            start, end = special.betainc(shapes[i], later[i], [lowest / left, highest / left])
             return left * float(special.betaincinv(shapes[i], later[i], start + (end - start) * point[i]))
 
         for point in qmc.Sobol(len(shapes) - 1, seed=seed).random_base2((count - 1).bit_length())[:count]:
@@ -186,10 +186,12 @@ def _rounded(shares: Sequence[float], low: Sequence[int], high: Sequence[int]) -
 
 
 def _divided(low: Sequence[int], high: Sequence[int], choose: Callable[[int, int, int, int], float]) -> list[int]:
-    """Divide PARTS: domain i gets choose(i, left, least, most), rounded, of `least` to `most` that the bounds allow."""
+    """Divide PARTS: domain i gets choose(i, left, lowest, highest), rounded, within what the bounds allow."""
     parts, left = list[int](), PARTS
     for i in range(len(low)):
-        least, most = max(low[i], left - sum(high[i + 1 :])), min(high[i], left - sum(low[i + 1 :]))
-        parts.append(least if least == most else min(max(round(choose(i, left, least, most)), least), most))
+        lowest, highest = max(low[i], left - sum(high[i + 1 :])), min(high[i], left - sum(low[i + 1 :]))
+        parts.append(
+            lowest if lowest == highest else min(max(round(choose(i, left, lowest, highest)), lowest), highest)
+        )
         left -= parts[-1]
     return parts

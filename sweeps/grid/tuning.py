@@ -140,9 +140,9 @@ def batch_size(rules: TuningConfig, N: float, D: float, shortest: float, length:
     assert target is not None
     if not target <= D:
         raise UserError(f"tuning.batch_tokens gives {target:.3g} tokens at N {N:,} and D {D:.3g}; it must be at most D")
-    least, upper = rules.min_batch, shortest / (length * rules.min_steps)
-    sizes = [size for size in WHOLE_BATCHES if size % least == 0] or [least * size for size in WHOLE_BATCHES]
-    sizes = [size for size in sizes if size <= max(least, upper)]
+    lower, upper = rules.min_batch, shortest / (length * rules.min_steps)
+    sizes = [size for size in WHOLE_BATCHES if size % lower == 0] or [lower * size for size in WHOLE_BATCHES]
+    sizes = [size for size in sizes if size <= max(lower, upper)]
     return min(sizes, key=lambda size: abs(math.log(size * length / target)))
 
 

@@ -79,11 +79,11 @@ class Fault:
 def examine_sweep(sweep: SweepDirectory, repair: bool, deep: bool = False) -> list[Fault]:
     """Find a sweep's faults; with `repair`, repair them; with `deep`, verify checksums of ended runs' checkpoints."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
-    faults = [_settled(fault, repair=False) for fault in _version(sweep, settings)]
+    faults = [_repaired(fault, repair=False) for fault in _version(sweep, settings)]
     if any(fault.kind == "plan" for fault in faults):
         return faults
     repair = repair and not faults
-    return faults + [_settled(fault, repair) for fault in _faults(sweep, settings, deep)]
+    return faults + [_repaired(fault, repair) for fault in _faults(sweep, settings, deep)]
 
 
 def print_faults(sweep: SweepDirectory, faults: list[Fault]) -> None:
@@ -96,7 +96,7 @@ def print_faults(sweep: SweepDirectory, faults: list[Fault]) -> None:
     print(", ".join(counts) if counts else "nothing else is wrong" if faults else "nothing is wrong")
 
 
-def _settled(fault: Fault, repair: bool) -> Fault:
+def _repaired(fault: Fault, repair: bool) -> Fault:
     if fault.repair is not None and repair:
         try:
             fault.repair()

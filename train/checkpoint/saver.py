@@ -59,7 +59,7 @@ class Saver:
         text = json.dumps({"step": step, **trainer})
         self._pending = pending = Future[None]()
 
-        def settle() -> None:
+        def write() -> None:
             try:
                 self._write(step, staged, copied, text)
                 pending.set_result(None)
@@ -67,7 +67,7 @@ class Saver:
                 pending.set_exception(error)
 
         # A daemon thread, so that a rank that must exit does not wait for its disk.
-        threading.Thread(target=settle, name="saver", daemon=True).start()
+        threading.Thread(target=write, name="saver", daemon=True).start()
         return self.root / f"step_{step}"
 
     def wait(self) -> None:

@@ -237,7 +237,7 @@ class GPT(nn.Module):
         return self.leave(self.through(self.enter(tokens), tokens)[0])
 
     def enter(self, tokens: Tensor) -> Tensor:
-        return self.embedding(self.strategy.own(tokens, 1))
+        return self.embedding(self.strategy.local_part(tokens, 1))
 
     def through(self, x: Tensor, tokens: Tensor, chunk: int = 0) -> tuple[Tensor, Tensor | None]:
         """Run the blocks of chunk number `chunk` on x, the residual stream of `tokens` (batch, time).
@@ -248,7 +248,7 @@ class GPT(nn.Module):
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
         self.announce(tokens)
-        local = self.strategy.own
+        local = self.strategy.local_part
         cos, sin = local(self.cos[:time], 0), local(self.sin[:time], 0)
         seen, penalty = self.seen(tokens, x.dtype), None
         for number in self.chunks[chunk]:
@@ -280,7 +280,7 @@ class GPT(nn.Module):
     def score(
         self, x: Tensor, penalty: Tensor | None, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0
     ) -> Tensor:
-        losses: Tensor = self.head(self.leave(x), self.strategy.own(targets, 1), reduction, z_loss)
+        losses: Tensor = self.head(self.leave(x), self.strategy.local_part(targets, 1), reduction, z_loss)
         return losses if penalty is None else Penalised.apply(losses, penalty)
 
     def keep(self, chunks: Sequence[range], embeds: bool, scores: bool) -> None:

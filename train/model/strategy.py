@@ -22,7 +22,7 @@ class Strategy:
 
     # Context parallelism: take this rank's part of whole sequences along a dimension; wrap the backend so that it
     # attends over the parts of all ranks; average over the parts of each sequence.
-    own: Callable[[Tensor, int], Tensor] = lambda x, dim: x
+    local_part: Callable[[Tensor, int], Tensor] = lambda x, dim: x
     attention: Callable[[Backend], Backend] | None = None
     mean: Callable[[Tensor], Tensor] = _same
     # Tensor parallelism: gather the tokens of all its ranks, and return to this rank's; and the rank's share of

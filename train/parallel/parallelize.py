@@ -21,7 +21,11 @@ from .mesh import Mesh
 from .tensor import ColumnLinear, Enter, Leave, RowLinear, VocabularyEmbedding, VocabularyHead
 
 # Fields of `Strategy` for context parallelism.
-OVER_SEQUENCES: dict[str, Callable[..., Any]] = {"own": own_part, "attention": ring_over, "mean": mean_over_parts}
+OVER_SEQUENCES: dict[str, Callable[..., Any]] = {
+    "local_part": own_part,
+    "attention": ring_over,
+    "mean": mean_over_parts,
+}
 
 
 def strategy_of(mesh: Mesh, sequence_parallel: bool) -> Strategy:

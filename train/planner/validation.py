@@ -137,9 +137,9 @@ def check_mixture(data: DataConfig) -> None:
         check_shares("data.target", target, domains)
     if data.fingerprint is None and data.path is not None:
         raise UserError(f"data.path is {data.path!r}; with data.corpus=mixture give each domain its path")
-    if data.validation_tokens < (least := len(domains) * data.sequence_length):
+    if data.validation_tokens < (needed := len(domains) * data.sequence_length):
         raise UserError(
-            f"data.validation_tokens is {data.validation_tokens}; it must be at least {least}, one sequence of each "
+            f"data.validation_tokens is {data.validation_tokens}; it must be at least {needed}, one sequence of each "
             "domain"
         )
 

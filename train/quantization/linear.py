@@ -80,7 +80,7 @@ def quantize(
     """
     settings, noise = config.quantization, None
     if settings.rounding == "stochastic":
-        noise = Noise(config.seed, gpt.strategy.own)
+        noise = Noise(config.seed, gpt.strategy.local_part)
         gpt.announce = noise.see
     for parameter in matrices_of(config.model) if settings.used else ():
         name = parameter.name.removesuffix(".weight")

@@ -20,17 +20,19 @@ THIRD, UNIT = 0x21F0AAAD, 2.0**-32  # products with a power of two are exact
 
 
 class Noise:
-    """Source of the keys of a run's tokens. `own` takes this rank's part of sequences along a dimension."""
+    """Source of the keys of a run's tokens. `local_part` takes this rank's part of sequences along a dimension."""
 
-    def __init__(self, seed: int, own: Callable[[Tensor, int], Tensor] = lambda x, dim: x) -> None:
-        self.seed, self.own, self.step = seed, own, 0  # the optimizer step under way
+    def __init__(self, seed: int, local_part: Callable[[Tensor, int], Tensor] = lambda x, dim: x) -> None:
+        self.seed, self.local_part, self.step = seed, local_part, 0  # the optimizer step under way
         self.rows = torch.empty(0, dtype=torch.int32)  # keys of this rank's tokens, whose gradients come next
 
     def see(self, tokens: Tensor) -> None:
         """Set the keys of a micro-batch, from its tokens (batch, time)."""
         position = torch.arange(tokens.shape[1], device=tokens.device)
         texts = _mixed(tokens * GOLDEN + position).sum(1, keepdim=True)
-        self.rows = self.own(_key(_mixed(_mixed(texts + self.seed) + self.step) + GOLDEN * position), 1).flatten()
+        self.rows = self.local_part(
+            _key(_mixed(_mixed(texts + self.seed) + self.step) + GOLDEN * position), 1
+        ).flatten()
 
 
 def column_keys(name: str, columns: Sequence[int], device: torch.device) -> Tensor:
