@@ -111,12 +111,15 @@ def _mean(x: Tensor) -> Tensor:
 
 def _rotated(x: Tensor) -> Tensor:
     """Multiply rows (n, block) by the Walsh-Hadamard matrix over sqrt(block), its own inverse."""
-    block, half = x.shape[-1], 1
-    while half < block:
-        first, second = x.view(-1, block // (2 * half), 2, half).unbind(2)
-        x = torch.stack((first + second, first - second), 2).view(-1, block)
+    columns, half = x.mT.contiguous(), 1  # (block, n): sums of long rows are faster than of neighbours in short ones
+    spare = torch.empty_like(columns[len(columns) // 2 :])
+    while half < len(columns):
+        first, second = columns.view(-1, 2, half, len(x)).unbind(1)
+        difference = torch.sub(first, second, out=spare.view(first.shape))
+        first += second
+        second.copy_(difference)
         half *= 2
-    return x * block**-0.5
+    return columns.mul_(x.shape[-1] ** -0.5).mT.contiguous()
 
 
 _operation = torch.library.custom_op("isoflop::fake_quantize", _quantized, mutates_args=())
