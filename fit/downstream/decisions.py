@@ -36,11 +36,11 @@ FOR_SUITE, TESTS = 5, 50  # fewest recipes, of which two test a suite chosen by 
 class Decisions:
     """The result of `decision_accuracy`; `reason` is why there is no answer or no suite, else empty.
 
-    `tasks`, those with the highest lower ends of intervals first: task, metric, reason, noise (its source), pairs,
-    accuracy, ci, signal_to_noise (standard deviation of recipes over that of a run; median of the scales) and the same
-    per FLOP of scoring a run (2 N items tokens; null if unknown), and `scales`, the smaller ones by rising FLOPs.
-    `suite`: tasks, cost (items, or tokens where given), and shares of pairs that smaller scales order as the mean
-    standardized score does at the largest: accuracy (ci) of suites chosen without the pair's recipes, all_tasks.
+    `tasks`, those with the highest lower ends of intervals first: task, metric, reason, noise (its source), accuracy,
+    accuracy_ci, pairs, signal_to_noise (range of recipes over the noise of a run, median of the scales), the same per
+    FLOP of scoring a run (2 N items tokens; null if unknown), and `scales`, the smaller ones by rising FLOPs. `suite`:
+    tasks, cost (items, or tokens where given), and shares of pairs that smaller scales order as the mean standardized
+    score does at the largest: accuracy (and _ci) of suites chosen without the pair's recipes, all_tasks of that mean.
     """
 
     tasks: Sequence[dict[str, Any]] = ()
@@ -54,11 +54,9 @@ class Decisions:
             return [f"No answer which benchmark tells recipes apart: {self.reason}."]
         first = f"No suite of tasks is recommended: {self.reason}."
         if s := self.suite:
-            first = f"Recommended suite: {', '.join(s['tasks'])}. At smaller scales, suites chosen without a pair of "
-            first += (
-                f"recipes order {percent(s['accuracy'])} ({interval(s['ci'], percent)}) of such pairs as all tasks "
-            )
-            first += f"do at the largest; all tasks {percent(s['all_tasks'])}."
+            shares = f"{percent(s['accuracy'])} ({interval(s['accuracy_ci'], percent)})", percent(s["all_tasks"])
+            first = f"Recommended suite: {', '.join(s['tasks'])}. Suites chosen without a pair of recipes order "
+            first += "{} of such pairs at smaller scales as all tasks do at the largest; all tasks {}.".format(*shares)
         refused: dict[str, list[str]] = {}
         for task in (task for task in self.tasks if task["reason"]):
             refused.setdefault(task["reason"], []).append(f"{task['task']}/{task['metric']}")
@@ -87,23 +85,26 @@ def decision_accuracy(scores: Any, budget: float = math.inf, level: float = 0.95
     if len(sizes := _assign_scales(rows)) < 2:
         return Decisions(reason="the scores are of one scale, and at least two are needed")
     columns = [_Column(part, recipes, sizes, level) for _, part in rows.groupby(TEXTS[1:], sort=False)]
-    columns.sort(key=lambda column: -column.result.get("ci", [-1])[0])
+    columns.sort(key=lambda column: -column.result.get("accuracy_ci", [-1])[0])
     answered = [column for column in columns if not column.result["reason"]]
     return Decisions([column.result for column in columns], *_recommend(answered, budget, level))
 
 
-def interval_of_share(agrees: Array, i: Any, j: Any, level: float = 0.95) -> tuple[float, float]:
-    """Return the interval of the mean of `agrees` (pairs,), the share of orders of recipes i and j that hold."""
+def share_of_pairs(agrees: Array, i: Any, j: Any, level: float = 0.95) -> tuple[float, tuple[float, float]]:
+    """Return the mean of `agrees` (scales, pairs), the orders of recipes i and j that hold, and its interval."""
     from scipy.special import ndtri
 
-    pairs, share, both, p = len(agrees), agrees.mean(), np.concatenate([i, j]), np.linspace(0.0, 1.0, 2001)
-    degree, error = np.bincount(both), agrees - share
-    robust = (np.bincount(both, np.tile(error, 2)) ** 2).sum() - (error**2).sum()
-    common = 1 / 9 - (2 / np.pi * np.arcsin(np.sin(np.pi * (p - 0.5)) / 2)) ** 2  # of pairs with a common recipe
-    normal = p * (1 - p) + (degree * (degree - 1)).sum() / pairs * common / 4
-    variance = np.maximum(normal, robust / pairs / (1 - 1 / (degree > 0).sum())) / pairs
+    used, p = np.isfinite(agrees).any(axis=0), np.linspace(0.0, 1.0, 2001)
+    means, both = np.nanmean(agrees[:, used], axis=0), np.concatenate([i[used], j[used]])
+    share, degree, within = means.mean(), np.bincount(both), np.nanvar(agrees, axis=1).mean()
+    # Scales that err on different pairs average out. Few pairs show poorly how far, so half of that is counted.
+    common_error = min(1.0, 0.5 + 0.5 * means.var() / within) if within > 0 else 1.0
+    zeta = 1 / 9 - (2 / np.pi * np.arcsin(np.sin(np.pi * (p - 0.5)) / 2)) ** 2  # of two pairs with a common recipe
+    normal = common_error * (p * (1 - p) + (degree * (degree - 1)).sum() / len(means) * zeta / 4)
+    robust = (np.bincount(both, np.tile(means - share, 2)) ** 2).sum() - len(means) * means.var()
+    variance = np.maximum(normal, robust / len(means) / (1 - 1 / (degree > 0).sum())) / len(means)
     inside = p[(share - p) ** 2 <= ndtri(0.5 + level / 2) ** 2 * variance + 1e-7]  # half a step of p, squared
-    return float(inside.min()), float(inside.max())
+    return float(share), (float(inside.min()), float(inside.max()))
 
 
 def _tidy(scores: Any) -> pd.DataFrame:
@@ -178,20 +179,20 @@ class _Column:
             reason = f"no scale with scores of {RECIPES} recipes has a smaller scale with scores of two of them"
         elif not np.isfinite(agrees).any():
             reason = "the recipes do not differ by more than noise at the largest scale"
-        self.result: dict[str, Any] = dict(task=self.task, metric=self.metric, reason=reason, noise=source, scales=[])
+        self.result: dict[str, Any] = {"task": self.task, "metric": self.metric, "reason": reason, "noise": source}
 
-        def share(at: list[int]) -> dict[str, Any]:
-            used = np.isfinite(agrees[at]).any(0)
-            means, signal = np.nanmean(agrees[at][:, used], 0), np.nanstd(self.mean[:, at], 0, ddof=1) / noise[at]
+        def over(at: list[int]) -> dict[str, Any]:
+            """Return the accuracy and signal to noise over the scales `at`."""
+            accuracy, ci = share_of_pairs(agrees[at], i, j, level)
+            signal = (np.nanmax(self.mean[:, at], 0) - np.nanmin(self.mean[:, at], 0)) / noise[at]
             per_flop = signal / (2 * sizes[at, 0] * (rows["items"] * rows["tokens"]).median())
-            result = {"pairs": len(means), "accuracy": means.mean(), "signal_to_noise": np.median(signal)}
-            result["signal_to_noise_per_flop"] = np.median(per_flop)
-            return result | {"ci": interval_of_share(means, i[used], j[used], level)}
+            of_noise = {"signal_to_noise": np.median(signal), "signal_to_noise_per_flop": np.median(per_flop)}
+            return {"accuracy": accuracy, "accuracy_ci": ci} | of_noise
 
         if not reason:
             at = np.flatnonzero(np.isfinite(agrees).any(1)).tolist()
-            self.result |= share(at)
-            self.result["scales"] = [dict(zip(NUMBERS, sizes[k], strict=False)) | share([k]) for k in at]
+            scales = [dict(zip(NUMBERS, sizes[k], strict=False)) | over([k]) for k in at]
+            self.result |= over(at) | {"pairs": len(i), "scales": scales}
 
 
 def _agreement(small: Array, large: Array, i: Any, j: Any) -> Array:
@@ -230,11 +231,12 @@ def _recommend(columns: Sequence[_Column], budget: float, level: float) -> tuple
         return None, f"the budget of {budget:g} is less than the cheapest task needs"
     pairs = np.random.default_rng(0).permutation(len(i))[:TESTS]
     unseen = [choose(~np.isin(i, (i[k], j[k])) & ~np.isin(j, (i[k], j[k]))) for k in pairs]
-    agrees = [_agreement(scores[s].sum(0), large, i[[k]], j[[k]]).mean() for s, k in zip(unseen, pairs, strict=True)]
+    held_out = [_agreement(scores[s].sum(0), large, i[[k]], j[[k]]) for s, k in zip(unseen, pairs, strict=True)]
+    accuracy, ci = share_of_pairs(np.concatenate(held_out, axis=1), i[pairs], j[pairs], level)
     return {
         "tasks": [f"{tasks[k]}/{columns[k].metric}" for k in chosen],
         "cost": sum(cost[task] for task in {tasks[k] for k in chosen}),
-        "accuracy": np.mean(agrees),
-        "ci": interval_of_share(np.array(agrees), i[pairs], j[pairs], level),
+        "accuracy": accuracy,
+        "accuracy_ci": ci,
         "all_tasks": _agreement(np.array(whole), large, i[pairs], j[pairs]).mean(),
     }, ""
