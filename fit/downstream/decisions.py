@@ -97,8 +97,10 @@ def share_of_pairs(agrees: Array, i: Any, j: Any, level: float = 0.95) -> tuple[
     used, p = np.isfinite(agrees).any(axis=0), np.linspace(0.0, 1.0, 2001)
     means, both = np.nanmean(agrees[:, used], axis=0), np.concatenate([i[used], j[used]])
     share, degree, within = means.mean(), np.bincount(both), np.nanvar(agrees, axis=1).mean()
-    # Scales that err on different pairs average out. Few pairs show poorly how far, so half of that is counted.
-    common_error = min(1.0, 0.5 + 0.5 * means.var() / within) if within > 0 else 1.0
+    # Scales that err on different pairs average out. Few pairs show poorly how far, so half of that is counted, as if
+    # one more pair had been held alike by all scales.
+    alone = 1 / (4 * len(means))
+    common_error = min(1.0, 0.5 + 0.5 * (means.var() + alone) / (within + alone))
     zeta = 1 / 9 - (2 / np.pi * np.arcsin(np.sin(np.pi * (p - 0.5)) / 2)) ** 2  # of two pairs with a common recipe
     normal = common_error * (p * (1 - p) + (degree * (degree - 1)).sum() / len(means) * zeta / 4)
     robust = (np.bincount(both, np.tile(means - share, 2)) ** 2).sum() - len(means) * means.var()
@@ -112,13 +114,15 @@ def _tidy(scores: Any) -> pd.DataFrame:
     import pandas as pd
 
     if not isinstance(scores, (Mapping, RunTable)) and "task" in (frame := load(scores)[0]):
-        rows = pd.DataFrame(dict(zip(TEXTS, columns_of(frame, [*TEXTS, "value"]), strict=False))).astype(str)
-        rows = rows.assign(**{name: numeric(frame, name) for name in NUMBERS})
-        for name in [name for name in NUMBERS[:3] if name in frame] or ["N"]:
-            positive(name, columns_of(frame, [name])[0])
-        if not np.isfinite(rows["value"]).all():
-            row = np.isfinite(rows["value"]).idxmin()
-            raise InputError(f"value is {frame['value'][row]} in row {row}; it must be a finite number.")
+        texts = dict(zip(TEXTS, columns_of(frame, [*TEXTS, "value"]), strict=False))
+        rows = pd.DataFrame(texts).astype(str).assign(**{name: numeric(frame, name) for name in NUMBERS})
+        if not (sizes := [name for name in NUMBERS[:3] if name in frame]):
+            raise InputError("scores have no column N, D or flops; each row must have the scale of its run.")
+        for name in sizes:
+            positive(name, rows[name])
+        if (bad := ~np.isfinite(rows["value"])).any():
+            value = frame["value"][bad.idxmax()]
+            raise InputError(f"value is {value} in row {bad.idxmax()}; it must be a finite number.")
         return rows
     parts = [pd.DataFrame(columns=[*TEXTS, *NUMBERS])]
     for recipe, runs in (scores if isinstance(scores, Mapping) else split(as_table(scores))).items():
@@ -133,10 +137,7 @@ def _tidy(scores: Any) -> pd.DataFrame:
 
 
 def _assign_scales(rows: pd.DataFrame) -> Array:
-    """Add a column `scale`, -1 for none. Returns N, D and FLOPs of the scales, (scales, 3), by rising FLOPs.
-
-    The scales are those of the recipe with the most; a run of another recipe has the nearest one within SAME.
-    """
+    """Add a column `scale`, the nearest of the recipe with most; return N, D and FLOPs of the scales, (scales, 3)."""
     sizes = rows[NUMBERS[:3]].astype(float)
     sizes["flops"] = sizes["flops"].fillna(6 * sizes["N"] * sizes["D"]).fillna(sizes["N"]).fillna(sizes["D"])
     logs = np.log(sizes[[name for name in ("N", "D") if sizes[name].notna().all()] or ["flops"]].to_numpy()).round(6)
@@ -162,7 +163,7 @@ class _Column:
         freedom, items = np.nansum(seeds - 1, 0), rows["items"].dropna().unique()
         noise = np.where(freedom >= FREEDOM, np.nansum((seeds - 1) * variance, 0) / np.maximum(freedom, 1), of_items)
         noise = np.sqrt(np.where(noise > 0, noise, np.nan))  # of one run, (scales,)
-        self.cost = float(items.max(initial=0) * rows["tokens"].fillna(1).median())
+        self.cost = float(items.max(initial=0) * rows["tokens"].fillna(1).median()) or math.inf  # unknown
         known = np.isfinite(self.mean).sum(0)
         last = self.last = int(max(np.flatnonzero(known >= RECIPES), default=0))
         source = "unknown" if np.isnan(noise[last]) else "seeds" if freedom[last] >= FREEDOM else "items"
@@ -185,9 +186,9 @@ class _Column:
             """Return the accuracy and signal to noise over the scales `at`."""
             accuracy, ci = share_of_pairs(agrees[at], i, j, level)
             signal = (np.nanmax(self.mean[:, at], 0) - np.nanmin(self.mean[:, at], 0)) / noise[at]
-            per_flop = signal / (2 * sizes[at, 0] * (rows["items"] * rows["tokens"]).median())
-            of_noise = {"signal_to_noise": np.median(signal), "signal_to_noise_per_flop": np.median(per_flop)}
-            return {"accuracy": accuracy, "accuracy_ci": ci} | of_noise
+            per_flop = np.median(signal / (2 * sizes[at, 0] * (rows["items"] * rows["tokens"]).median()))
+            signals = {"signal_to_noise": np.median(signal), "signal_to_noise_per_flop": per_flop}
+            return {"accuracy": accuracy, "accuracy_ci": ci} | signals
 
         if not reason:
             at = np.flatnonzero(np.isfinite(agrees).any(1)).tolist()
@@ -202,9 +203,11 @@ def _agreement(small: Array, large: Array, i: Any, j: Any) -> Array:
 
 def _recommend(columns: Sequence[_Column], budget: float, level: float) -> tuple[dict[str, Any] | None, str]:
     """Choose a suite, and test the choice on pairs of recipes that it did not see. Returns None and the reason else."""
-    last = max((column.last for column in columns), default=0)
+    if not columns:
+        return None, "no task has an answer"
+    last = max(column.last for column in columns)
     columns = [column for column in columns if column.last == last]
-    means = np.array([column.mean[:, : last + 1] for column in columns] or [[[math.nan]]])
+    means = np.array([column.mean[:, : last + 1] for column in columns])
     means = means[:, np.isfinite(means[..., -1]).all(0)]  # (columns, recipes, scales)
     means = means[..., np.isfinite(means).all((0, 1))]
     if means.shape[1] < FOR_SUITE or means.shape[2] < 2:
@@ -220,8 +223,8 @@ def _recommend(columns: Sequence[_Column], budget: float, level: float) -> tuple
         """Add the score that orders most of the pairs `seen`, as long as that helps and the budget allows it."""
         chosen, best = list[int](), 0.0
         while True:
-            paid = {tasks[k] for k in chosen}
-            free = [k for k, task in enumerate(tasks) if sum(cost[name] for name in paid | {task}) <= budget]
+            paid, left = {tasks[k] for k in chosen}, [k for k in range(len(tasks)) if k not in chosen]
+            free = [k for k in left if sum(cost[task] for task in paid | {tasks[k]}) <= budget]
             shares = _agreement(scores[chosen].sum(0) + scores[free], large, i[seen], j[seen]).mean((1, 2))
             if shares.max(initial=0) <= best:
                 return chosen
@@ -233,10 +236,6 @@ def _recommend(columns: Sequence[_Column], budget: float, level: float) -> tuple
     unseen = [choose(~np.isin(i, (i[k], j[k])) & ~np.isin(j, (i[k], j[k]))) for k in pairs]
     held_out = [_agreement(scores[s].sum(0), large, i[[k]], j[[k]]) for s, k in zip(unseen, pairs, strict=True)]
     accuracy, ci = share_of_pairs(np.concatenate(held_out, axis=1), i[pairs], j[pairs], level)
-    return {
-        "tasks": [f"{tasks[k]}/{columns[k].metric}" for k in chosen],
-        "cost": sum(cost[task] for task in {tasks[k] for k in chosen}),
-        "accuracy": accuracy,
-        "accuracy_ci": ci,
-        "all_tasks": _agreement(np.array(whole), large, i[pairs], j[pairs]).mean(),
-    }, ""
+    names, paid = [f"{tasks[k]}/{columns[k].metric}" for k in chosen], {tasks[k] for k in chosen}
+    suite = {"tasks": names, "cost": sum(cost[task] for task in paid), "accuracy": accuracy, "accuracy_ci": ci}
+    return suite | {"all_tasks": _agreement(np.array(whole), large, i[pairs], j[pairs]).mean()}, ""

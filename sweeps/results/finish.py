@@ -300,7 +300,7 @@ def print_comparisons(comparisons: list[dict[str, Any]]) -> None:
     ]
     if rows:
         columns = ("task", "metric", "decision accuracy", "signal to noise")
-        print_rows(columns, columns[:2], "pairs of variants that smaller scales order as the largest does", rows)
+        print_rows(columns, columns[:2], "orders of variants that hold at the largest scale", rows)
     for line in decisions["sentences"]:
         say(escape(line))
 
