@@ -138,6 +138,8 @@ def _tidy(scores: Any) -> pd.DataFrame:
 
 def _assign_scales(rows: pd.DataFrame) -> Array:
     """Add a column `scale`, the nearest of the recipe with most; return N, D and FLOPs of the scales, (scales, 3)."""
+    import pandas as pd
+
     sizes = rows[NUMBERS[:3]].astype(float)
     sizes["flops"] = sizes["flops"].fillna(6 * sizes["N"] * sizes["D"]).fillna(sizes["N"]).fillna(sizes["D"])
     logs = np.log(sizes[[name for name in ("N", "D") if sizes[name].notna().all()] or ["flops"]].to_numpy()).round(6)
@@ -145,7 +147,7 @@ def _assign_scales(rows: pd.DataFrame) -> Array:
     distance = np.abs(logs[:, None] - points).max(axis=2)
     nearest = np.where(distance.min(axis=1) < SAME, distance.argmin(axis=1), -1)
     known = sizes[nearest >= 0].groupby(nearest[nearest >= 0]).median().sort_values("flops")
-    rows["scale"] = known.index.get_indexer(nearest)
+    rows["scale"] = known.index.get_indexer(pd.Index(nearest))
     return known.to_numpy()
 
 
@@ -155,11 +157,11 @@ class _Column:
     def __init__(self, rows: pd.DataFrame, recipes: list[str], sizes: Array, level: float) -> None:
         from scipy.special import stdtrit
 
-        (self.task, self.metric), scales = rows[["task", "metric"]].iloc[0], range(len(sizes))
+        (self.task, self.metric), places = rows[["task", "metric"]].iloc[0], range(len(sizes))
         values = rows.groupby(["recipe", "scale"])["value"].agg(["mean", "count", "var"])
-        grids = (values[name].unstack().reindex(recipes, columns=scales).to_numpy(float) for name in values)
+        grids = (values[name].unstack().reindex(recipes, columns=places).to_numpy(float) for name in values)
         self.mean, seeds, variance = grids
-        of_items = (rows["se"] ** 2).groupby(rows["scale"]).mean().reindex(scales).to_numpy()
+        of_items = (rows["se"] ** 2).groupby(rows["scale"]).mean().reindex(places).to_numpy()
         freedom, items = np.nansum(seeds - 1, 0), rows["items"].dropna().unique()
         noise = np.where(freedom >= FREEDOM, np.nansum((seeds - 1) * variance, 0) / np.maximum(freedom, 1), of_items)
         noise = np.sqrt(np.where(noise > 0, noise, np.nan))  # of one run, (scales,)

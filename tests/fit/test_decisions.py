@@ -1,4 +1,4 @@
-"""Which tasks order recipes at small scale as at the largest, with intervals that hold, and suites that keep their word."""
+"""Which tasks order recipes at small scale as at the largest: intervals that hold, and suites that keep their word."""
 
 from __future__ import annotations
 
