@@ -116,13 +116,11 @@ def _tidy(scores: Any) -> pd.DataFrame:
     if not isinstance(scores, (Mapping, RunTable)) and "task" in (frame := load(scores)[0]):
         texts = dict(zip(TEXTS, columns_of(frame, [*TEXTS, "value"]), strict=False))
         rows = pd.DataFrame(texts).astype(str).assign(**{name: numeric(frame, name) for name in NUMBERS})
-        if not (sizes := [name for name in NUMBERS[:3] if name in frame]):
-            raise InputError("scores have no column N, D or flops; each row must have the scale of its run.")
-        for name in sizes:
-            positive(name, rows[name])
+        for name in [name for name in NUMBERS[:3] if name in frame] or ["N, D or flops"]:
+            positive(name, columns_of(frame, [name])[0])
         if (bad := ~np.isfinite(rows["value"])).any():
-            value = frame["value"][bad.idxmax()]
-            raise InputError(f"value is {value} in row {bad.idxmax()}; it must be a finite number.")
+            row = bad.idxmax()
+            raise InputError(f"value is {frame['value'][row]} in row {row}; it must be a finite number.")
         return rows
     parts = [pd.DataFrame(columns=[*TEXTS, *NUMBERS])]
     for recipe, runs in (scores if isinstance(scores, Mapping) else split(as_table(scores))).items():
@@ -138,16 +136,15 @@ def _tidy(scores: Any) -> pd.DataFrame:
 
 def _assign_scales(rows: pd.DataFrame) -> Array:
     """Add a column `scale`, the nearest of the recipe with most; return N, D and FLOPs of the scales, (scales, 3)."""
-    import pandas as pd
-
     sizes = rows[NUMBERS[:3]].astype(float)
     sizes["flops"] = sizes["flops"].fillna(6 * sizes["N"] * sizes["D"]).fillna(sizes["N"]).fillna(sizes["D"])
     logs = np.log(sizes[[name for name in ("N", "D") if sizes[name].notna().all()] or ["flops"]].to_numpy()).round(6)
     points = max((np.unique(logs[of], axis=0) for of in rows.groupby("recipe").indices.values()), key=len)
     distance = np.abs(logs[:, None] - points).max(axis=2)
     nearest = np.where(distance.min(axis=1) < SAME, distance.argmin(axis=1), -1)
-    known = sizes[nearest >= 0].groupby(nearest[nearest >= 0]).median().sort_values("flops")
-    rows["scale"] = known.index.get_indexer(pd.Index(nearest))
+    known = sizes.assign(nearest=nearest)[nearest >= 0].groupby("nearest").median().sort_values("flops")
+    order = {point: scale for scale, point in enumerate(known.index.tolist())}
+    rows["scale"] = [order.get(point, -1) for point in nearest.tolist()]
     return known.to_numpy()
 
 

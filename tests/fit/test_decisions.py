@@ -94,7 +94,7 @@ def test_what_gives_no_answer_is_said_in_one_sentence() -> None:
     broken = table.assign(value=table["value"].where(table.index != 7))
     for scores, message in (
         (broken, "value is nan in row 7"),
-        (table.drop(columns=["N", "D"]), "no column N, D or flops"),
+        (table.drop(columns=["N", "D"]), "no column 'N, D or flops'"),
     ):
         with pytest.raises(fit.InputError, match=message):
             fit.decision_accuracy(scores)
@@ -120,7 +120,6 @@ def test_the_report_of_variants_has_a_table_of_tasks(tmp_path: Path, quick_pictu
         frames.append(pd.DataFrame({"variant": name, "N": N * (1 + k / 100), "D": D, "loss": loss} | tasks))
     table = pd.concat(frames, ignore_index=True)
     analysis = fit.analyze(fit.read_table(table), bootstrap=0, intervals="noise")
-    assert analysis.to_dict()["decisions"]["tasks"][0]["accuracy_ci"][0] >= 0
     page = write_report(analysis, tmp_path).read_text()
     assert "Which benchmark tells variants apart" in page
     assert "<td>t0</td><td>acc</td>" in page
@@ -128,8 +127,6 @@ def test_the_report_of_variants_has_a_table_of_tasks(tmp_path: Path, quick_pictu
 
 @pytest.mark.published
 def test_losses_order_gadres_corpora_better_than_most_tasks() -> None:
-    if "ISOFLOP_DATA" not in os.environ:
-        pytest.skip("ISOFLOP_DATA names no folder of published results")
     runs = pd.read_csv(Path(os.environ["ISOFLOP_DATA"]) / "gadre" / "gadre_runs.csv")
     of_run = runs[["N", "D"]].assign(recipe=runs["train_dataset"])
     scores = [of_run.assign(task=n[4:], metric="acc", value=runs[n]) for n in runs if n.startswith("acc_")]
