@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .curves.curvelaw import CurveLaw
     from .curves.curves import collapse, read_curves, schedule_points
     from .curves.forecast import forecast_final
+    from .downstream.decisions import Decisions, decision_accuracy
     from .downstream.downstream import TaskVerdict, fit_tasks, signal_to_noise
     from .downstream.tasklaw import TaskLaw
     from .errors import InputError

@@ -16,6 +16,7 @@ from .approaches.isoflop import IsoflopProfiles
 from .approaches.recipes import by_recipe, split
 from .checks.checks import run_checks
 from .checks.verdict import verdict
+from .downstream.decisions import decision_accuracy
 from .downstream.downstream import fit_tasks
 from .errors import InputError, one_of, positive
 from .flops import CONVENTIONS, flops_per_token
@@ -101,6 +102,7 @@ def analyze(
         resamples=bootstrap,
         seed=seed,
         recipes=laws,
+        decisions=decision_accuracy(groups) if laws else None,
         experts=by_experts(counted, goals, quick, seed),
         precision=precision,
         speedup=speedup,

@@ -18,6 +18,7 @@ from .approaches.isoflop import IsoflopProfiles
 from .approaches.recipes import RecipeLaw, sentences
 from .checks.doctor import Warning, extrapolation
 from .checks.verdict import Verdict
+from .downstream.decisions import Decisions
 from .downstream.downstream import TaskVerdict
 from .errors import Array, Columns, InputError, one_of, positive
 from .files import read_document
@@ -64,6 +65,7 @@ class Analysis:
     resamples: int
     seed: int
     recipes: list[RecipeLaw] = field(default_factory=list)
+    decisions: Decisions | None = None
     experts: ExpertStudy | None = None
     precision: PrecisionLaw | None = None
     speedup: Mapping[str, float] | None = None  # of number formats
@@ -126,6 +128,7 @@ class Analysis:
                 "tasks": [task.to_dict() for task in self.tasks],
                 "recipes": [one.to_dict() for one in self.recipes],
                 "recipes_compared": sentences(self.recipes),
+                "decisions": self.decisions and self.decisions.to_dict(),
                 "experts": self.experts and self.experts.to_dict(),
                 "precision": self.precision and self.precision.to_dict(self.targets, self.speedup),
                 "interior_minima": self.interior_minima,

@@ -231,14 +231,16 @@ def compare_command(
         if len(tables) > len(given):
             problem = f"of {', '.join(given)}, some have several variants or number formats"
             raise UserError(f"{problem}; give one of them alone, or tables of one each")
+        recipes = tables
     else:
-        tables = _variants(*given)
+        tables, recipes = _variants(*given), _variants(given[0])
     if len(tables) < 2:
         raise UserError(f"{given[0]} has only one variant; give two sweeps or tables, or a sweep of +grid=compare")
     (name, base), *others = tables
     targets = target_flops or [float(base.flops.max()) * factor for factor in (10.0, 100.0)]
     comparisons = [fit.compare(base, runs, targets, (name, other)) for other, runs in others]
-    show([one.to_dict() for one in comparisons], as_json, print_comparisons)
+    decisions = fit.decision_accuracy(dict(recipes)).to_dict()
+    show([one.to_dict() | {"decisions": decisions} for one in comparisons], as_json, print_comparisons)
 
 
 def _variants(source: str, *names: str) -> list[tuple[str, RunTable]]:

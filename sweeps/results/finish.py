@@ -35,6 +35,7 @@ COSTS = "costs.json"
 INPUTS = "inputs.json"
 LEAST_SECONDS = 5.0  # shortest run used by `measured_rates`: start-up dominates shorter ones
 SHOWN = 3  # causes of waste that the terminal names
+SHOWN_TASKS = 20  # rows of decision accuracies
 ROOMS = ("fit", "sweeps", "evaluate", "train")  # folders whose code the results depend on
 CODE = (".py", ".yaml", ".html", ".css", ".js")
 # Inputs and outputs of the results, relative to the sweep's folder.
@@ -290,6 +291,17 @@ def print_comparisons(comparisons: list[dict[str, Any]]) -> None:
             )
     print_rows(columns, ("variant",), "compute multipliers, with 95 % intervals", rows)
     for line in (line for comparison in comparisons for line in comparison["sentences"]):
+        say(escape(line))
+    decisions = comparisons[0]["decisions"]
+    rows = [
+        (escape(task["task"]), task["metric"], _with_interval(task, "accuracy", "{:.0%}".format), signal)
+        for task in decisions["tasks"][:SHOWN_TASKS]
+        if not task["reason"] and (signal := _with_interval(task, "signal_to_noise"))
+    ]
+    if rows:
+        columns = ("task", "metric", "decision accuracy", "signal to noise")
+        print_rows(columns, columns[:2], "orders of variants that hold at the largest scale", rows)
+    for line in decisions["sentences"]:
         say(escape(line))
 
 

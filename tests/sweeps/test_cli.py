@@ -382,6 +382,17 @@ def test_compare_says_how_many_times_the_compute_the_base_needs(isoflop: Isoflop
     assert code == 0
     assert "1e+15 (beyond the runs)" in " ".join(output.split())
     assert "compute multiplier is 1." in " ".join(output.split())
+    assert "No answer which benchmark tells recipes apart: no run has scores of tasks." in output
+    frames = [
+        table.frame.assign(variant=name, run_id=[f"{name}{i}" for i in range(len(table))])
+        for name, table in (("base", base), ("better", variant), ("third", base))
+    ]
+    scored = pd.concat(frames, ignore_index=True)
+    scored["quiz/acc"] = scored["variant"].map({"base": 0.3, "better": 0.4, "third": 0.2}) + 1e-3 * scored["seed"]
+    scored.to_csv(tmp_path / "scored.csv", index=False)
+    code, output, _ = isoflop("compare", tmp_path / "scored.csv")
+    assert "quiz acc 100% [" in " ".join(output.split())
+    assert "No suite of tasks is recommended: at least 5 recipes" in output
     for arguments, message in (
         ([tables[0]], "has only one variant; give two sweeps or tables, or a sweep of +grid=compare"),
         ([tables[0], tables[0]], "the two sides must not share a run"),
