@@ -51,7 +51,7 @@ class Decisions:
     def sentences(self) -> list[str]:
         """Return sentences on the suite and on tasks without an answer."""
         if not self.tasks:
-            return [f"No answer which benchmark tells recipes apart: {self.reason}."]
+            return [f"It is not known which benchmark tells recipes apart: {self.reason}."]
         first = f"No suite of tasks is recommended: {self.reason}."
         if s := self.suite:
             shares = f"{percent(s['accuracy'])} ({interval(s['accuracy_ci'], percent)})", percent(s["all_tasks"])

@@ -382,7 +382,7 @@ def test_compare_says_how_many_times_the_compute_the_base_needs(isoflop: Isoflop
     assert code == 0
     assert "1e+15 (beyond the runs)" in " ".join(output.split())
     assert "compute multiplier is 1." in " ".join(output.split())
-    assert "No answer which benchmark tells recipes apart: no run has scores of tasks." in output
+    assert "It is not known which benchmark tells recipes apart: no run has scores of tasks." in output
     frames = [
         table.frame.assign(variant=name, run_id=[f"{name}{i}" for i in range(len(table))])
         for name, table in (("base", base), ("better", variant), ("third", base))
