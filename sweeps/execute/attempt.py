@@ -137,7 +137,6 @@ def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, policy: Pol
 def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
     """Train a run on this rank and return how it ended; errors are not raised."""
     from ...train.errors import Diverged, Stopped
-    from ...train.loop import train
 
     report = partial(run.log, rank=ranks.rank)
     try:
@@ -146,6 +145,10 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
         config = decided(run)
         if ranks.rank == 0 and ranks.size > 1:
             report(f"{ranks.size} ranks: {config.parallel.label}")
+        if config.is_external:
+            from ...train.external.run import train_external as train
+        else:
+            from ...train.loop import train
         train(config, run.path, should_stop=interrupt, report=report, alive=interrupt)
     except Stopped as stopped:
         return interrupt.ending(str(stopped))

@@ -136,6 +136,7 @@ def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
 
 def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
     """Prepare and check the training text of the runs `asked` here: compute nodes may have no network."""
+    asked = [run for run in asked if not prepared.by_id[run.run_id].is_external]
     if not asked:
         return
     from ...train.data.mixture import HeldOutText, open_stream

@@ -430,7 +430,9 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
     if absent := [name for name in NEEDED if name not in summary]:
         how = "remove it and run isoflop doctor again; it is then written again from the newest checkpoint"
         yield Fault("result", f"summary.json lacks {', '.join(absent)}", path, None, how)
-    checkpoint = run.path / str(summary.get("checkpoint"))
+    if "checkpoint" not in summary:  # an external program's
+        return
+    checkpoint = run.path / str(summary["checkpoint"])
     problem = visible_damage(checkpoint) if checkpoint.is_dir() else "it is gone"
     if problem is not None:
         needed = evaluated and not (run.path / "eval" / f"step_{summary.get('step')}.json").exists()
@@ -451,7 +453,7 @@ def _books(run: RunDirectory) -> Iterator[Fault]:
         last = run.last_metrics().get("step", 0)
         if not (run.path / "metrics.jsonl").exists():
             lost.append("metrics.jsonl with its curve")
-        elif last + config.log_every <= config.steps:
+        elif last + config.log_every <= config.steps and not config.is_external:
             lost.append(f"the curve after step {last} of {config.steps}")
         if lost:
             how = (

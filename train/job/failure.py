@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import Diverged, OutOfMemory, UserError
+from ..errors import Diverged, OutOfMemory, ProgramFailed, UserError
 from ..files import FAILURE, create_json, read_json
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -28,6 +28,7 @@ class Cause(StrEnum):
     HUNG = "hung"  # alive, without progress
     NODE = "node"  # a node is lost, frozen, or did not start its ranks
     KILLED = "killed"  # a process ended without raising an error
+    PROGRAM = "program"  # an external program ended with an error code
     UNKNOWN = "unknown"  # the file names no cause, or one that this version does not have
 
     @classmethod
@@ -56,6 +57,8 @@ class RankError(Exception):
 def cause_of(error: BaseException) -> Cause:
     if isinstance(error, RankError):
         return error.failure.cause
+    if isinstance(error, ProgramFailed):
+        return Cause(error.cause)
     if isinstance(error, UserError):
         return Cause.INPUT
     if isinstance(error, Diverged):

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from ..config import DOMAIN_NAME, GROUPED_QUERY, DataConfig, ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from ..errors import UserError, counted
+from ..external.template import check_command
 from ..fields import UNIQUE
 from ..model.shape import micro_batches, model_shape
 from ..optimizer.optimizer import MATRICES
@@ -79,6 +80,9 @@ def validate(config: RunConfig) -> None:
     """Raise UserError if a config cannot be trained."""
     check_fields(config)
     check_mixture(config.data)
+    if config.is_external:
+        _check_external(config)
+        return
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
         if not 1 <= step < config.steps:
@@ -111,6 +115,16 @@ def validate(config: RunConfig) -> None:
         )
     _check_quantization(config)
     check_shapes(config)
+
+
+def _check_external(config: RunConfig) -> None:
+    """Raise UserError if a run asks for what only isoflop's own trainer does, or its command is wrong."""
+    check_command(config)
+    if config.average.kind != "none":
+        raise UserError(f"average.kind is {config.average.kind}; with trainer=command it must be none")
+    for name, value in config.quantization.formats.items():
+        if value != "none":
+            raise UserError(f"quantization.{name} is {value}; with trainer=command it must be none")
 
 
 def check_mixture(data: DataConfig) -> None:
@@ -171,6 +185,8 @@ def _check_points(schedule: ScheduleConfig) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
+    if model.size is not None:
+        raise UserError(f"model.size is {model.size!r}; it must be null, because trainer.kind is isoflop")
     if model.head_size is not None and model.head_size % 2:  # rotary positions turn pairs of numbers
         raise UserError(f"model.head_size is {model.head_size}; it must be even for rotary positions")
     if model.head_size is None and model.width % model.heads:
