@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import platform
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +21,6 @@ from .. import __version__
 from ..evaluate.quantization.settings import parse
 from ..train.config import RECIPE, ParallelConfig, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
-from ..train.external.template import command_line
 from ..train.files import read_document, read_json, write_atomic, write_json
 from .config import SweepConfig, base_run, from_mapping
 from .grid.content import Texts
@@ -31,7 +29,7 @@ from .grid.expand import expand_grid
 from .grid.tuning import Tuner, TuningConfig, depends_on_D, family
 from .plan import trunks
 from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
-from .plan.sweep_plan import Plan, job_shape, plan_remarks, plan_runs
+from .plan.sweep_plan import Plan, plan_remarks, plan_runs
 from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
 from .runs.journal import Planned
 from .runs.membership import add_runs, added_runs, allow_growth, members
@@ -64,15 +62,18 @@ def from_config(config: SweepConfig) -> Prepared:
     """Plan the sweep of a configuration, including runs that were added to its folder before."""
     assert config.sweep is not None
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
-    if config.evaluate.tasks:
+    if config.trainer.kind == "command":
+        config.evaluate.tasks = []  # `conduct.outcome` says so
+        for name in ("quantize", "average", "every", "decode"):
+            if value := getattr(config.evaluate, name):
+                raise UserError(f"evaluate.{name} is {value}; leave it out, because trainer=command is not scored")
+    elif config.evaluate.tasks:
         from ..evaluate.tasks.tasks import anchored
 
         config.evaluate.tasks = anchored(config.evaluate.tasks, print, config.evaluate.allow_code)
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
     runs, remarks = resolve_runs(config)
-    if config.trainer.kind == "command":
-        remarks += check_external(config, runs)
     for quantization in parse(config.evaluate.quantize):
         for run in runs:
             quantization.groups(run.model)  # raises UserError unless the group divides every matrix
@@ -85,31 +86,6 @@ def from_config(config: SweepConfig) -> Prepared:
     if (before := _recorded(sweep)) and (changes := _changes(_questions(before), _questions(config))):
         prepared.remarks.append(f"{changes}; finished runs are kept, and scored and fitted with the new settings")
     return prepared
-
-
-def check_external(config: SweepConfig, runs: Sequence[RunConfig]) -> list[str]:
-    """Return remarks on the external trainer of a sweep.
-
-    Raises UserError if this machine lacks the program, or the sweep asks for what only isoflop's own trainer does.
-    """
-    asked = {"explain": config.explain, "evaluate.quantize": config.evaluate.quantize}
-    asked |= {f"evaluate.{name}": getattr(config.evaluate, name) for name in ("average", "every", "decode")}
-    for name, value in asked.items():
-        if value:
-            raise UserError(f"{name} is {value}; leave it out, because with trainer=command isoflop has no checkpoints")
-    program = command_line(runs[0], Path(), 0)[0]
-    if config.cluster.kind == "local" and shutil.which(program) is None:
-        raise UserError(f"trainer.command begins with {program!r}, which is no program here; give one on the PATH")
-    shape = job_shape(config.parallel, config.cluster)
-    if shape.nodes > 1:
-        raise UserError(
-            f"cluster.ranks_per_node is {config.cluster.ranks_per_node}, which spreads {config.parallel.mesh} ranks "
-            "over several nodes; with trainer=command a run has one node"
-        )
-    if not config.evaluate.tasks:
-        return []
-    folder = config.trainer.hf_folder
-    return [f"a run is scored if its program leaves a Hugging Face model in {{run}}/{folder}; other runs are not scored"]
 
 
 def conflict(prepared: Prepared) -> str | None:
@@ -228,10 +204,9 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
     Texts().fill(base, fixed=() if base.model.vocab_size is None else ("model.vocab_size",))
     config.tuning, remarks = read_rules(config.tuning, base)
     runs, sizes = expand_grid(config.grid, base, config.tuning), dict[tuple[str, int], int]()
-    for run in runs:
+    for run in runs if base.data.corpus != "external" else ():  # whose tokenizer is not known
         key = run.data.tokenizer, run.data.vocab_size
-        external = run.data.corpus == "external"  # whose tokenizer is not known
-        if not external and run.model.vocab_size != (size := sizes.get(key) or sizes.setdefault(key, planned_vocab_size(run.data))):
+        if run.model.vocab_size != (size := sizes.get(key) or sizes.setdefault(key, planned_vocab_size(run.data))):
             raise UserError(
                 f"model.vocab_size is {run.model.vocab_size}; the tokenizer {key[0]!r} has {size} tokens, and both "
                 "must be the same (null takes the tokenizer's)"

@@ -411,12 +411,11 @@ class TrainerConfig:
     version: str = later("")  # of the program: runs of another version are other runs
     shell: bool = later(False)  # whether /bin/sh runs the text
     sizes: Any = cosmetic(None)  # rows of the program's own sizes, each with N; or a .yaml or .csv file of them
-    folder: str | None = cosmetic(None)  # that files in the command are relative to; filled in by the planner
-    # Logs in the program's folder, a glob; stdout: what it prints; None: what is recognised there, else what it prints.
+    folder: str | None = cosmetic(None)  # of files that the command names; None: where the sweep is planned
+    # Logs in the program's folder, a glob; stdout: what it prints; None: what is found there, else what it prints.
     metrics: str | None = cosmetic(None)
     columns: Any = cosmetic(None)  # the program's names of metrics, by ours, such as {val_loss: eval/loss}
     checkpoints: str = cosmetic("checkpoint*")  # glob in the program's folder; the newest is {resume}
-    hf_folder: str = cosmetic("hf")  # in the program's folder; a Hugging Face model there is scored
     silence_seconds: Positive = cosmetic(1800.0)  # without output, after which the program counts as hung
     grace_seconds: Positive = cosmetic(20.0)  # from TERM to KILL
 

@@ -264,6 +264,8 @@ def outcome(prepared: Prepared) -> int:
             print(f"run {other.run_id} replaced it, at a lower learning rate")
         else:
             code = 1
+    if prepared.config.trainer.kind == "command":
+        print("benchmarks are left out: isoflop cannot read the models of trainer=command")
     if missing:
         print(f"{counted(len(missing), 'run')} could not be scored; see {sweep.path / 'runs'}/<run>/log.txt")
     return code

@@ -164,7 +164,10 @@ def _with_overhead(run: PlannedRun) -> PlannedRun:
 
 
 def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, threads: int | None) -> PlannedRun:
-    trained = own_flops(run)
+    trained, shape = own_flops(run), job_shape(run.parallel, cluster, threads)
+    if run.is_external and shape.nodes > 1:
+        per_node = f"cluster.ranks_per_node is {cluster.ranks_per_node}, which is fewer than the ranks of a run"
+        raise UserError(f"{per_node} ({run.parallel.mesh}); with trainer=command a run has one node")
     return PlannedRun(
         run_id=name,
         name=run.name or name,
@@ -180,7 +183,7 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, thr
         seed=run.seed,
         sequence_length=run.data.sequence_length,
         precision=run.precision,
-        shape=job_shape(run.parallel, cluster, threads),
+        shape=shape,
         mesh=run.parallel.label,
         estimated_seconds=trained / rate,
         parent=run.parent,

@@ -24,7 +24,7 @@ import yaml
 
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
-from ...train.external.template import PROGRAM, newest_checkpoint, step_of
+from ...train.external.template import PROGRAM, newest_checkpoint
 from ...train.files import HALVED, read_document, read_json, write_atomic, write_json
 from .forms import Identity, Metrics, PlanFile, PlannedRun, Settings, Summary
 from .journal import JOURNAL, STATES, VIEW, Event, RunRecord, State, append, read_record
@@ -185,14 +185,11 @@ class RunDirectory:
     def newest_checkpoint(self) -> int | None:
         """Return the step of the newest checkpoint whose files have the right sizes, or None; hashes are not read.
 
-        Of an external program's, which is not read, the step is in its name, or else the last that was logged.
+        Of an external program's, the step is the number in its name, or else the last that was logged.
         """
-        if (self.path / PROGRAM).is_dir():
-            with suppress(UserError):
-                if (newest := newest_checkpoint(self.config(), self.path / PROGRAM)) is not None:
-                    logged = int(self.last_metrics().get("step", 0))
-                    return min(step_of(newest) or logged, logged)
-            return None
+        if (folder := self.path / PROGRAM).is_dir():
+            newest, logged = newest_checkpoint(self.config(), folder), int(self.last_metrics().get("step", 0))
+            return None if newest is None else min(newest[0] or logged, logged)
         folders = {step: self.path / "checkpoints" / f"step_{step}" for step in reversed(self.saved_steps())}
         return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
 

@@ -1,14 +1,11 @@
-"""The command of an external trainer: which fields its templates may name, and how they are filled in. Pure.
-
-A template is written as for Python's str.format: {model.depth}, {optimizer.learning_rate:.3g}, and {{ for a brace.
-"""
+"""The command of an external trainer: templates as of Python's str.format, such as {model.depth} or {tokens:.3g}."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from string import Formatter
@@ -19,111 +16,76 @@ from ..errors import UserError
 from ..flops import count_parameters
 from ..schedule import decay_steps, warmup_steps
 
-PROGRAM = "program"  # the folder in a run's folder in which its program is started: {run}
-AT_START = ("run", "resume", "resumes", "port")  # fields that are known when the program starts
-NUMBER = re.compile(r"\d+")
+PROGRAM = "program"  # the folder in a run's folder that belongs to its program: {run}
+AT_START = ("run", "resume", "port")  # fields that are known when the program starts
 
 
 def fields_of(config: RunConfig) -> dict[str, Any]:
-    """Return the fields that templates may name, except those of `AT_START`: a run's config, and what follows of it."""
+    """Return the fields that templates may name, except those of `AT_START`."""
     model = config.model
-    values = {name: value for name, value in flatten(to_dict(config)).items() if not name.startswith("trainer.")}
-    if model.size is None:
-        values |= {"model.kv_heads": model.num_kv_heads, "model.hidden": model.mlp_hidden}
-        values |= {"model.head_size": model.head_dim}
-    else:
-        values |= {name.removeprefix("model."): value for name, value in values.items() if "model.size." in name}
-    values |= {"N": count_parameters(model).N_active, "tokens": config.D, "steps": config.steps}
-    values |= {"batch_tokens": config.batch_tokens, "ranks": config.parallel.world_size, "run_id": run_id(config)}
-    return values | {"warmup_steps": warmup_steps(config), "decay_steps": decay_steps(config)}
+    values = flatten(to_dict(config))
+    derived = {"kv_heads": model.num_kv_heads, "hidden": model.mlp_hidden, "head_size": model.head_dim}
+    values |= {f"size.{name}": value for name, value in (model.size or {}).items()}
+    values |= {f"model.{name}": value for name, value in derived.items()}
+    values |= {"tokens": config.D, "steps": config.steps, "batch_tokens": config.batch_tokens, "run_id": run_id(config)}
+    values |= {"N": count_parameters(model).N_active, "ranks": config.parallel.world_size}
+    values |= {"warmup_steps": warmup_steps(config), "decay_steps": decay_steps(config)}
+    return {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
 
 
 def check_command(config: RunConfig) -> None:
-    """Raise UserError if a run's command is missing, cannot be split, or names a field that the run does not have."""
-    trainer = config.trainer
-    pieces, values = _pieces(config), fields_of(config)
-    for name in (name for piece in pieces for name in _named(piece)):
-        if name in AT_START:
-            continue
-        if name not in values:
-            nearest = get_close_matches(name, [*values, *AT_START], n=3)
-            near = f"did you mean {' or '.join(nearest)}? It" if nearest else "it"
-            advice = f"{near} must be one of {', '.join((*AT_START, 'tokens', 'steps', 'ranks', 'N'))}, or a field"
-            raise UserError(f"trainer.command names {{{name}}}; {advice} such as model.depth")
-        if values[name] is None:
-            raise UserError(f"trainer.command names {{{name}}}, which is null; set {name}, or leave it out")
-    filled = command_line(config, Path(), 0)
-    if not trainer.shell and trainer.folder is not None and not filled[0].strip():
-        raise UserError(f"trainer.command is {trainer.command!r}; it must begin with a program")
+    """Raise UserError if a run's command is missing, cannot be read, or names a field that the run does not have."""
+    command, values = config.trainer.command, dict.fromkeys(AT_START, "") | fields_of(config)
+    if not command or not isinstance(command, str if config.trainer.shell else str | list):
+        needed = "a text" + " or a list of a program and its arguments" * (not config.trainer.shell)
+        raise UserError(f"trainer.command is {command!r}; it must be {needed}")
+    try:
+        for name in (name for piece in _pieces(config) for _, name, _, _ in Formatter().parse(piece)):
+            if name is not None and values.get(name) is None:
+                problem = "is null" if name in values else "is not a field of a run"
+                near = get_close_matches(name, [*values, "size.N"], n=3) or ["run", "tokens", "model.depth"]
+                raise UserError(f"trainer.command names {{{name}}}, which {problem}; it may name {', '.join(near)}")
+        command_line(config, Path(), 0)
+    except (ValueError, TypeError) as error:
+        problem = f"trainer.command is {command!r}, which cannot be filled in ({error})"
+        raise UserError(f"{problem}; close quotes, and double a brace that is no field, as in {{{{") from None
 
 
-def command_line(config: RunConfig, run: Path, port: int) -> list[str]:
-    """Return the arguments with which a run's program is started.
+def command_line(config: RunConfig, folder: Path, port: int) -> list[str]:
+    """Return the arguments with which a run's program is started in its `folder`.
 
-    Files in the command are made absolute if they are in `trainer.folder`. An argument with {resume} is left out if
-    the folder `run` has no checkpoint.
+    Names of files in `trainer.folder` become absolute paths. An argument with {resume} is left out without a checkpoint.
     """
-    newest = newest_checkpoint(config, run)
-    values = fields_of(config) | {"run": run, "port": port, "resume": newest or "", "resumes": newest is not None}
+    newest = newest_checkpoint(config, folder)
+    values = fields_of(config) | {"run": folder, "port": port, "resume": newest[-1] if newest else ""}
     if config.trainer.shell:
-        quoted = {name: shlex.quote(_text(value)) for name, value in values.items()}
-        return ["/bin/sh", "-c", _filled(str(config.trainer.command), quoted)]
-    pieces = [piece for piece in _pieces(config) if newest is not None or "resume" not in _named(piece)]
-    return [_absolute(_filled(piece, values), config.trainer.folder) for piece in pieces]
+        return ["/bin/sh", "-c", _filled(config.trainer.command, values, shlex.quote)]
+    pieces = [piece for piece in _pieces(config) if newest or "{resume" not in piece]
+    return [_absolute(_filled(piece, values), config.trainer.folder or "") for piece in pieces]
 
 
-def newest_checkpoint(config: RunConfig, run: Path) -> Path | None:
-    """Return the checkpoint in the program's folder with the largest last number in its name, or None."""
-    found = [path for path in run.glob(config.trainer.checkpoints) if not path.name.startswith(".")]
-    return max(found, key=lambda path: (step_of(path) or 0, path.stat().st_mtime_ns), default=None)
-
-
-def step_of(checkpoint: Path) -> int | None:
-    numbers = NUMBER.findall(checkpoint.stem if checkpoint.is_file() else checkpoint.name)
-    return int(numbers[-1]) if numbers else None
+def newest_checkpoint(config: RunConfig, folder: Path) -> tuple[int, int, Path] | None:
+    """Return the last number in the name, the time and the path of the checkpoint for which they are largest."""
+    found = ((re.findall(r"\d+", path.stem), path) for path in folder.glob(config.trainer.checkpoints))
+    return max(((int((n or [0])[-1]), path.stat().st_mtime_ns, path) for n, path in found), default=None)
 
 
 def _pieces(config: RunConfig) -> list[str]:
-    """Return the templates of the arguments; in a shell there is one."""
-    command, shell = config.trainer.command, config.trainer.shell
-    is_list = isinstance(command, list | tuple) and all(isinstance(piece, str | int | float) for piece in command)
-    if not command or not (isinstance(command, str) or (is_list and not shell)):
-        needed = "a text, because trainer.shell is true" if shell else "a text, or a list of a program and arguments"
-        raise UserError(f"trainer.command is {command!r}; it must be {needed}")
-    try:
-        return [command] if shell else shlex.split(command) if isinstance(command, str) else [*map(str, command)]
-    except ValueError as error:
-        raise UserError(f"trainer.command is {command!r}, which cannot be split ({error}); close the quotes") from None
+    command = config.trainer.command
+    if isinstance(command, str):
+        return [command] if config.trainer.shell else shlex.split(command)
+    return [str(piece) for piece in command]
 
 
-def _named(template: str) -> Iterator[str]:
-    try:
-        parts = list(Formatter().parse(template))
-    except ValueError as error:
-        problem = f"trainer.command contains {template!r}, which cannot be read ({error})"
-        raise UserError(f"{problem}; a brace that is no field must be doubled, as in {{{{") from None
-    return (name for _, name, _, _ in parts if name is not None)
+def _filled(template: str, values: Mapping[str, Any], quoted: Callable[[str], str] = str) -> str:
+    parts = Formatter().parse(template)
+    return "".join(
+        text + ("" if name is None else quoted(format(values[name], form or ""))) for text, name, form, _ in parts
+    )
 
 
-def _filled(template: str, values: Mapping[str, Any]) -> str:
-    text = ""
-    for literal, name, form, _ in Formatter().parse(template):
-        text += literal
-        try:
-            text += "" if name is None else format(values[name], form) if form else _text(values[name])
-        except (ValueError, TypeError) as error:
-            raise UserError(f"trainer.command formats {{{name}}} as {form!r}, which it cannot be: {error}") from None
-    return text
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _absolute(argument: str, folder: str | None) -> str:
-    """Return the absolute path of an argument, or of the value of a --flag=value, that names a file in `folder`."""
+def _absolute(argument: str, folder: str) -> str:
+    """Return an argument, or --flag=value, with the absolute path of a file that it names in `folder`."""
     flag, equals, value = argument.rpartition("=")
-    if folder is None or not value or os.path.isabs(value):
-        return argument
-    path = os.path.join(folder, value)
-    return f"{flag}{equals}{os.path.abspath(path)}" if os.path.isfile(path) else argument
+    path = os.path.abspath(os.path.join(folder, value))
+    return f"{flag}{equals}{path}" if folder and os.path.isfile(path) else argument

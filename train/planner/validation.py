@@ -81,7 +81,9 @@ def validate(config: RunConfig) -> None:
     check_fields(config)
     check_mixture(config.data)
     if config.is_external:
-        _check_external(config)
+        check_command(config)
+        if config.average.kept or config.quantization.used:
+            raise UserError("average.kind and quantization.* must be none with trainer=command, which has neither")
         return
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
@@ -115,16 +117,6 @@ def validate(config: RunConfig) -> None:
         )
     _check_quantization(config)
     check_shapes(config)
-
-
-def _check_external(config: RunConfig) -> None:
-    """Raise UserError if a run asks for what only isoflop's own trainer does, or its command is wrong."""
-    check_command(config)
-    if config.average.kind != "none":
-        raise UserError(f"average.kind is {config.average.kind}; with trainer=command it must be none")
-    for name, value in config.quantization.formats.items():
-        if value != "none":
-            raise UserError(f"quantization.{name} is {value}; with trainer=command it must be none")
 
 
 def check_mixture(data: DataConfig) -> None:
