@@ -16,7 +16,7 @@ from ..fit.laws.registry import DEFAULT, LOSS_LAWS
 from ..train.config import ANY, RunConfig, TrackerConfig, Training, drop_removed
 from ..train.config import REMOVED as OF_RUNS
 from ..train.errors import UserError
-from ..train.external.sizes import read_sizes
+from ..train.external.template import read_sizes
 from ..train.fields import Count, Count4, Count6, Distinct, Natural, NotNegative, Positive, Precision
 from ..train.planner.validation import check_fields
 from .grid.base import GridConfig, grid_kinds
@@ -144,7 +144,7 @@ def base_run(config: SweepConfig) -> RunConfig:
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(Training)}
     values["tokens"] = config.tokens or 0
     values["precision"] = config.precision or config.cluster.precision
-    if config.trainer.kind == "command":
+    if config.trainer.external:
         config.trainer.folder = config.trainer.folder or os.getcwd()
         config.trainer.sizes = config.trainer.sizes and read_sizes(config.trainer.sizes)  # sweep.yaml records the rows
         values["trainer"] = dataclasses.replace(config.trainer, sizes=None)

@@ -22,7 +22,7 @@ from ..evaluate.quantization.settings import parse
 from ..train.config import RECIPE, ParallelConfig, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
 from ..train.files import read_document, read_json, write_atomic, write_json
-from .config import SweepConfig, base_run, from_mapping
+from .config import EvaluateConfig, SweepConfig, base_run, from_mapping
 from .grid.content import Texts
 from .grid.doubts import doubts
 from .grid.expand import expand_grid
@@ -62,11 +62,8 @@ def from_config(config: SweepConfig) -> Prepared:
     """Plan the sweep of a configuration, including runs that were added to its folder before."""
     assert config.sweep is not None
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
-    if config.trainer.kind == "command":
-        config.evaluate.tasks = []  # `conduct.outcome` says so
-        for name in ("quantize", "average", "every", "decode"):
-            if value := getattr(config.evaluate, name):
-                raise UserError(f"evaluate.{name} is {value}; leave it out, because trainer=command is not scored")
+    if config.trainer.external:
+        config.evaluate = EvaluateConfig()  # none; `conduct.outcome` says so
     elif config.evaluate.tasks:
         from ..evaluate.tasks.tasks import anchored
 

@@ -419,6 +419,10 @@ class TrainerConfig:
     silence_seconds: Positive = cosmetic(1800.0)  # without output, after which the program counts as hung
     grace_seconds: Positive = cosmetic(20.0)  # from TERM to KILL
 
+    @property
+    def external(self) -> bool:
+        return self.kind == "command"
+
 
 @dataclass
 class Training:
@@ -450,11 +454,6 @@ class RunConfig(Training):
     variant: str | None = cosmetic(None)  # name of the run in comparisons of variants
     budget: float | None = cosmetic(None)  # FLOP budget of the grid point, for tables; training is set by D
     parent: str | None = cosmetic(None)  # run_id of the trunk this run branches from
-
-    @property
-    def is_external(self) -> bool:
-        """Return whether a command trains the run."""
-        return self.trainer.kind == "command"
 
     @property
     def batch_tokens(self) -> int:

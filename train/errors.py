@@ -8,14 +8,6 @@ class UserError(Exception):
     """
 
 
-class ProgramFailed(UserError):
-    """An external program ended without a result; `cause` is one of `train/job/failure.py`."""
-
-    def __init__(self, message: str, cause: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
 class Stopped(Exception):
     """A request to stop ended the run; a checkpoint of its last step is on disk."""
 

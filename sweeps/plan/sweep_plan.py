@@ -165,7 +165,7 @@ def _with_overhead(run: PlannedRun) -> PlannedRun:
 
 def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, threads: int | None) -> PlannedRun:
     trained, shape = own_flops(run), job_shape(run.parallel, cluster, threads)
-    if run.is_external and shape.nodes > 1:
+    if run.trainer.external and shape.nodes > 1:
         per_node = f"cluster.ranks_per_node is {cluster.ranks_per_node}, which is fewer than the ranks of a run"
         raise UserError(f"{per_node} ({run.parallel.mesh}); with trainer=command a run has one node")
     return PlannedRun(

@@ -183,11 +183,9 @@ class RunDirectory:
         return sorted(int(name) for name in names if name.isdigit())
 
     def newest_checkpoint(self) -> int | None:
-        """Return the step of the newest checkpoint whose files have the right sizes, or None; hashes are not read.
-
-        Of an external program's, the step is the number in its name, or else the last that was logged.
-        """
+        """Return the step of the newest checkpoint whose files have the right sizes, or None; hashes are not read."""
         if (folder := self.path / PROGRAM).is_dir():
+            # An external program's step is the number in its name, or else the last that was logged.
             newest, logged = newest_checkpoint(self.config(), folder), int(self.last_metrics().get("step", 0))
             return None if newest is None else min(newest[0] or logged, logged)
         folders = {step: self.path / "checkpoints" / f"step_{step}" for step in reversed(self.saved_steps())}

@@ -34,16 +34,15 @@ BEGIN = 'trap "" USR2; exec "$@"'
 class Program:
     """A running program; leaving its `with` block ends it and its children."""
 
-    def __init__(self, command: Sequence[str], folder: Path, log: Path, port: int) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, log: Path) -> None:
         """Start the program in `folder`. Raises UserError if it does not exist."""
         if shutil.which(command[0]) is None:
             raise UserError(f"trainer.command begins with {command[0]!r}; {socket.gethostname()} has no such program")
-        ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1"}
-        no, pipe = subprocess.DEVNULL, subprocess.PIPE
-        shell = ["/bin/sh", "-c"]
+        no, pipe, shell = subprocess.DEVNULL, subprocess.PIPE, ["/bin/sh", "-c"]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         self._guard = subprocess.Popen([*shell, GUARD], stdin=pipe, stdout=no, stderr=no, process_group=0)
         self._process = subprocess.Popen(
-            [*shell, BEGIN, "sh", *command], cwd=folder, env=os.environ | ours, stdin=no, stdout=pipe,
+            [*shell, BEGIN, "sh", *command], cwd=folder, env=environment, stdin=no, stdout=pipe,
             stderr=subprocess.STDOUT, process_group=self._guard.pid,
         )  # fmt: skip
         assert self._guard.stdin is not None
@@ -100,9 +99,3 @@ class Program:
                     file.write(content)
             except OSError as error:  # a full disk; the program must not wait for a full pipe
                 self.error = error
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

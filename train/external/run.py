@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig, run_id
-from ..errors import Diverged, ProgramFailed, Stopped, UserError
+from ..errors import Diverged, Stopped, UserError
 from ..files import JsonLines, write_json
 from ..flops import count_parameters, flops_exact
 from ..job.environment import detect
-from ..job.failure import Cause
+from ..job.failure import Cause, Failure, RankError
 from ..tracker import Tracker, metrics
-from .program import Program, free_port
+from .program import Program
 from .template import PROGRAM, command_line
 
 if TYPE_CHECKING:
@@ -33,35 +33,24 @@ OURS = ("step", "tokens", "flops", "train_loss", "smoothed_loss", "val_loss", "l
 
 
 def train_external(
-    config: RunConfig,
-    directory: Path,
-    should_stop: Callable[[], bool] = lambda: False,
-    report: Callable[[str], None] = print,
-    alive: Callable[[], object] = lambda: None,
-) -> dict[str, Any]:
-    """Train one run by its command, and return the content of summary.json; see `train.loop.train`.
+    config: RunConfig, directory: Path, should_stop: Callable[[], bool], report: Callable[[str], None]
+) -> None:
+    """Train one run by its command, like `train.loop.train`; the first rank of the job starts it for all ranks.
 
-    The first rank of the job starts the program, which serves all ranks; the others do nothing.
-
-    Raises:
-        UserError: The program does not exist.
-        Diverged: The last loss is not finite.
-        Stopped: `should_stop` returned True, and the program was stopped.
-        ProgramFailed: The program ended with an error, without a result, or hung.
-        OSError: The disk is full or not writable.
+    Raises RankError, with the cause, if the program fails, hangs, or leaves no result.
     """
-    ranks, trainer, folder, port = detect(), config.trainer, directory / PROGRAM, free_port()
+    ranks, trainer, folder = detect(), config.trainer, directory / PROGRAM
     if ranks.rank > 0:
-        return {}
+        return
     if ranks.size > 1:
         with suppress(OSError):  # SLURM gives this rank only its own cores
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
     folder.mkdir(exist_ok=True)
-    command = command_line(config, folder, port)
+    command = command_line(config, folder)
     report(f"starts {shlex.join(command)}")
     records = Records(config, directory, report)
     try:
-        with Program(command, folder, directory / "log.txt", port) as program:
+        with Program(command, folder, directory / "log.txt") as program:
             code, stopped, hung = records.follow(program, should_stop)
             if code is None and not program.stop(trainer.grace_seconds):
                 report(f"the program ignored TERM for trainer.grace_seconds {trainer.grace_seconds:g} and is killed")
@@ -72,12 +61,12 @@ def train_external(
             raise Stopped(f"stopped at step {max(records.written, default=0)} of {config.steps}")
         if hung:
             silence = f"the program printed nothing for trainer.silence_seconds {trainer.silence_seconds:g}"
-            raise ProgramFailed(f"{silence}, and was stopped", Cause.HUNG)
+            raise RankError(Failure(Cause.HUNG, f"{silence}, and was stopped"))
         if code:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             cause = Cause.KILLED if code < 0 else Cause.PROGRAM
-            raise ProgramFailed(f"the program {how}: {program.last_line() or 'it printed nothing'}", cause)
-        return records.finish(ranks.size)
+            raise RankError(Failure(cause, f"the program {how}: {program.last_line() or 'it printed nothing'}"))
+        records.finish(ranks.size)
     finally:
         records.close()
 
@@ -131,16 +120,17 @@ class Records:
             new = True
         return new
 
-    def finish(self, ranks: int) -> dict[str, Any]:
-        """Write and return the summary of a run whose program ended with exit code 0."""
+    def finish(self, ranks: int) -> None:
+        """Write the summary of a run whose program ended with exit code 0."""
         if self._log is None:
-            raise ProgramFailed(f"the program ended with exit code 0 without metrics: {self._problem}", Cause.ERROR)
+            raise RankError(
+                Failure(Cause.ERROR, f"the program ended with exit code 0 without metrics: {self._problem}")
+            )
         seconds, numbers = time.monotonic() - self._zero_seconds, final_numbers(self.config, *self._log)
         about = {"run_id": run_id(self.config), "trainer": "command", "ranks": ranks, "seconds": seconds}
         summary = about | numbers | {"tokens_per_s": numbers["D"] / seconds, "precision": self.config.precision}
         write_json(self.directory / "summary.json", summary)
         self._tracker.finish(summary)
-        return summary
 
     def close(self) -> None:
         self._tracker.finish()
@@ -177,10 +167,6 @@ def final_numbers(config: RunConfig, frame: pd.DataFrame, facts: dict[str, Any])
     """Return the sizes and losses of a run from its metrics by step and the facts of its log. Pure.
 
     Without a held-out loss, the loss is the mean of the last 5 % of the training losses.
-
-    Raises:
-        Diverged: The last losses are not finite.
-        ProgramFailed: The next row of the log would be before the end of the run.
     """
     if "diverged" in facts:
         raise Diverged(f"the loss is not finite from step {facts['diverged']:.0f} on")
@@ -190,7 +176,7 @@ def final_numbers(config: RunConfig, frame: pd.DataFrame, facts: dict[str, Any])
     gap = max(config.batch_tokens, *tokens.diff().iloc[-1:].fillna(0.0))
     if (last := tokens.iloc[-1]) + gap < config.D:
         where = f"its last {kind} is at token {last:.4g} of {config.D:.4g}"
-        raise ProgramFailed(f"the program ended with exit code 0, but {where}; it must log the end", Cause.ERROR)
+        raise RankError(Failure(Cause.ERROR, f"the program ended with exit code 0, but {where}; it must log the end"))
     means = {name: float(rows[name].iloc[-max(1, len(rows) // 20) :].mean()) for name, rows in columns.items()}
     D, counts = max(config.D, round(last)), vars(count_parameters(config.model))
     exact = flops_exact(config) * D / config.D

@@ -13,11 +13,12 @@ from typing import Any
 
 from ..config import RunConfig, flatten, run_id, to_dict
 from ..errors import UserError
+from ..files import read_document
 from ..flops import count_parameters
 from ..schedule import decay_steps, warmup_steps
 
 PROGRAM = "program"  # the folder in a run's folder that belongs to its program: {run}
-AT_START = ("run", "resume", "port")  # fields that are known when the program starts
+AT_START = ("run", "resume")  # fields that are known when the program starts
 
 
 def fields_of(config: RunConfig) -> dict[str, Any]:
@@ -45,19 +46,19 @@ def check_command(config: RunConfig) -> None:
                 problem = "is null" if name in values else "is not a field of a run"
                 near = get_close_matches(name, [*values, "size.N"], n=3) or ["run", "tokens", "model.depth"]
                 raise UserError(f"trainer.command names {{{name}}}, which {problem}; it may name {', '.join(near)}")
-        command_line(config, Path(), 0)
+        command_line(config, Path())
     except (ValueError, TypeError) as error:
         problem = f"trainer.command is {command!r}, which cannot be filled in ({error})"
         raise UserError(f"{problem}; close quotes, and double a brace that is no field, as in {{{{") from None
 
 
-def command_line(config: RunConfig, folder: Path, port: int) -> list[str]:
+def command_line(config: RunConfig, folder: Path) -> list[str]:
     """Return the arguments with which a run's program is started in its `folder`.
 
-    Names of files in `trainer.folder` become absolute paths. An argument with {resume} is left out without a checkpoint.
+    Names of files in `trainer.folder` become absolute. An argument with {resume} is left out without a checkpoint.
     """
     newest = newest_checkpoint(config, folder)
-    values = fields_of(config) | {"run": folder, "port": port, "resume": newest[-1] if newest else ""}
+    values = fields_of(config) | {"run": folder, "resume": newest[-1] if newest else ""}
     if config.trainer.shell:
         return ["/bin/sh", "-c", _filled(config.trainer.command, values, shlex.quote)]
     pieces = [piece for piece in _pieces(config) if newest or "{resume" not in piece]
@@ -89,3 +90,16 @@ def _absolute(argument: str, folder: str) -> str:
     flag, equals, value = argument.rpartition("=")
     path = os.path.abspath(os.path.join(folder, value))
     return f"{flag}{equals}{path}" if folder and os.path.isfile(path) else argument
+
+
+def read_sizes(sizes: Any) -> list[dict[str, Any]]:
+    """Return the rows of trainer.sizes, which may be a YAML file, by rising N."""
+    advice = "trainer.sizes must be rows such as {N: 1.2e8, n_layer: 12}, of different N from 1 to 1e15"
+    rows = read_document(Path(sizes), Any, remedy=advice) if isinstance(sizes, str) else sizes
+    try:
+        ordered = {float(row["N"]): row for row in rows}
+        if not rows or len(ordered) < len(rows) or not 1 <= min(ordered) <= max(ordered) <= 1e15:
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        raise UserError(f"trainer.sizes is {str(sizes)[:200]}; {advice}") from None
+    return [ordered[N] | {"N": N} for N in sorted(ordered)]

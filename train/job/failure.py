@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import Diverged, OutOfMemory, ProgramFailed, UserError
+from ..errors import Diverged, OutOfMemory, UserError
 from ..files import FAILURE, create_json, read_json
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -57,8 +57,6 @@ class RankError(Exception):
 def cause_of(error: BaseException) -> Cause:
     if isinstance(error, RankError):
         return error.failure.cause
-    if isinstance(error, ProgramFailed):
-        return Cause(error.cause)
     if isinstance(error, UserError):
         return Cause.INPUT
     if isinstance(error, Diverged):
