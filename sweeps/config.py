@@ -144,7 +144,7 @@ def base_run(config: SweepConfig) -> RunConfig:
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(Training)}
     values["tokens"] = config.tokens or 0
     values["precision"] = config.precision or config.cluster.precision
-    if config.trainer.external:
+    if config.trainer.kind == "command":
         config.trainer.folder = config.trainer.folder or os.getcwd()
         config.trainer.sizes = config.trainer.sizes and read_sizes(config.trainer.sizes)  # sweep.yaml records the rows
         values["trainer"] = dataclasses.replace(config.trainer, sizes=None)

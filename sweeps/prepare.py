@@ -62,7 +62,7 @@ def from_config(config: SweepConfig) -> Prepared:
     """Plan the sweep of a configuration, including runs that were added to its folder before."""
     assert config.sweep is not None
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
-    if config.trainer.external:
+    if config.trainer.kind == "command":
         config.evaluate = EvaluateConfig()  # none; `conduct.outcome` says so
     elif config.evaluate.tasks:
         from ..evaluate.tasks.tasks import anchored

@@ -419,10 +419,6 @@ class TrainerConfig:
     silence_seconds: Positive = cosmetic(1800.0)  # without output, after which the program counts as hung
     grace_seconds: Positive = cosmetic(20.0)  # from TERM to KILL
 
-    @property
-    def external(self) -> bool:
-        return self.kind == "command"
-
 
 @dataclass
 class Training:

@@ -147,7 +147,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
         config = decided(run)
         if ranks.rank == 0 and ranks.size > 1:
             report(f"{ranks.size} ranks: {config.parallel.label}")
-        if config.trainer.external:
+        if config.trainer.kind == "command":
             train_external(config, run.path, interrupt, report)
         else:
             train(config, run.path, should_stop=interrupt, report=report, alive=interrupt)

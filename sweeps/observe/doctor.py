@@ -453,7 +453,7 @@ def _books(run: RunDirectory) -> Iterator[Fault]:
         last = run.last_metrics().get("step", 0)
         if not (run.path / "metrics.jsonl").exists():
             lost.append("metrics.jsonl with its curve")
-        elif last + config.log_every <= config.steps and not config.trainer.external:
+        elif last + config.log_every <= config.steps and config.trainer.kind != "command":
             lost.append(f"the curve after step {last} of {config.steps}")
         if lost:
             how = (

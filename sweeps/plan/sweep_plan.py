@@ -165,9 +165,9 @@ def _with_overhead(run: PlannedRun) -> PlannedRun:
 
 def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, threads: int | None) -> PlannedRun:
     trained, shape = own_flops(run), job_shape(run.parallel, cluster, threads)
-    if run.trainer.external and shape.nodes > 1:
-        per_node = f"cluster.ranks_per_node is {cluster.ranks_per_node}, which is fewer than the ranks of a run"
-        raise UserError(f"{per_node} ({run.parallel.mesh}); with trainer=command a run has one node")
+    if run.trainer.kind == "command" and shape.nodes > 1:
+        needed = f"with trainer=command it must be at least {shape.ranks}, so that a run has one node"
+        raise UserError(f"cluster.ranks_per_node is {cluster.ranks_per_node}; {needed}")
     return PlannedRun(
         run_id=name,
         name=run.name or name,

@@ -92,7 +92,7 @@ class External(Corpus):
     """The text of an external trainer, of which nothing is known."""
 
     def documents(self) -> Iterator[str]:
-        raise UserError("data.corpus is external, which only trainer=command takes; give data=text or data=stdlib")
+        raise UserError("data.corpus is external, which only trainer=command takes; give data=text")
 
     def fingerprint(self) -> str:
         return "external"

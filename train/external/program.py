@@ -9,9 +9,9 @@ import socket
 import subprocess
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 from ..errors import UserError
 
@@ -31,7 +31,7 @@ kill -KILL 0
 BEGIN = 'trap "" USR2; exec "$@"'
 
 
-class Program:
+class Program(AbstractContextManager["Program"]):
     """A running program; leaving its `with` block ends it and its children."""
 
     def __init__(self, command: Sequence[str], folder: Path, log: Path) -> None:
@@ -39,12 +39,10 @@ class Program:
         if shutil.which(command[0]) is None:
             raise UserError(f"trainer.command begins with {command[0]!r}; {socket.gethostname()} has no such program")
         no, pipe, shell = subprocess.DEVNULL, subprocess.PIPE, ["/bin/sh", "-c"]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        here: Any = {"cwd": folder, "env": os.environ | {"PYTHONUNBUFFERED": "1"}, "stderr": subprocess.STDOUT}
         self._guard = subprocess.Popen([*shell, GUARD], stdin=pipe, stdout=no, stderr=no, process_group=0)
-        self._process = subprocess.Popen(
-            [*shell, BEGIN, "sh", *command], cwd=folder, env=environment, stdin=no, stdout=pipe,
-            stderr=subprocess.STDOUT, process_group=self._guard.pid,
-        )  # fmt: skip
+        begin = [*shell, BEGIN, "sh", *command]
+        self._process = subprocess.Popen(begin, stdin=no, stdout=pipe, process_group=self._guard.pid, **here)
         assert self._guard.stdin is not None
         self._guard.stdin.write(f"{self._process.pid}\n".encode())
         self._guard.stdin.flush()
@@ -53,17 +51,14 @@ class Program:
         self._reader = threading.Thread(target=self._copy, args=(log,), daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         """End what is left of the program, and finish its log."""
-        assert self._guard.stdin is not None
-        if self._process.poll() is None:
+        if self._process.poll() is None and self._guard.stdin is not None:
             self._guard.stdin.close()  # it kills the tree
         else:
-            os.killpg(self._guard.pid, signal.SIGKILL)  # the guard is in the group, which therefore exists
+            os.killpg(self._guard.pid, signal.SIGKILL)
         self._guard.wait()
+        self._process.kill()  # in case that the guard itself was killed
         self._process.wait()
         self._reader.join(1.0)  # a child that left the group may still hold the pipe
 
@@ -84,18 +79,18 @@ class Program:
     def _copy(self, log: Path) -> None:
         """Copy the output to the log, in a separate thread."""
         assert self._process.stdout is not None
-        while chunk := os.read(self._process.stdout.fileno(), 1 << 16):
-            self._write(log, chunk[: max(0, KEPT_FIRST - self.printed)])
+        while True:
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+            kept = chunk[: max(0, KEPT_FIRST - self.printed)]
+            if not chunk and (left := self.printed - KEPT_FIRST) > 0:
+                end = self.last[-left:]
+                kept = f"\n… {left - len(end):,} bytes are left out\n".encode() + end
             self.printed += len(chunk)
             self.last = (self.last + chunk)[-KEPT_LAST:]
-        if (left := self.printed - KEPT_FIRST) > 0:
-            end = self.last[-left:]
-            self._write(log, f"\n… {left - len(end):,} bytes are left out\n".encode() + end)
-
-    def _write(self, log: Path, content: bytes) -> None:
-        if content:
             try:
-                with log.open("ab", buffering=0) as file:
-                    file.write(content)
+                with log.open("ab") as file:
+                    file.write(kept)
             except OSError as error:  # a full disk; the program must not wait for a full pipe
                 self.error = error
+            if not chunk:
+                return

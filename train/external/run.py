@@ -8,7 +8,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,7 @@ OURS = ("step", "tokens", "flops", "train_loss", "smoothed_loss", "val_loss", "l
 def train_external(
     config: RunConfig, directory: Path, should_stop: Callable[[], bool], report: Callable[[str], None]
 ) -> None:
-    """Train one run by its command, like `train.loop.train`; the first rank of the job starts it for all ranks.
-
-    Raises RankError, with the cause, if the program fails, hangs, or leaves no result.
-    """
+    """Train one run by its command, like `train.loop.train`; the first rank of the job starts it for all ranks."""
     ranks, trainer, folder = detect(), config.trainer, directory / PROGRAM
     if ranks.rank > 0:
         return
@@ -48,8 +45,7 @@ def train_external(
     folder.mkdir(exist_ok=True)
     command = command_line(config, folder)
     report(f"starts {shlex.join(command)}")
-    records = Records(config, directory, report)
-    try:
+    with closing(Records(config, directory, report)) as records:
         with Program(command, folder, directory / "log.txt") as program:
             code, stopped, hung = records.follow(program, should_stop)
             if code is None and not program.stop(trainer.grace_seconds):
@@ -57,18 +53,16 @@ def train_external(
         records.read()
         if program.error is not None:
             raise program.error
-        if code is None and stopped:
+        if stopped and code != 0:
             raise Stopped(f"stopped at step {max(records.written, default=0)} of {config.steps}")
         if hung:
-            silence = f"the program printed nothing for trainer.silence_seconds {trainer.silence_seconds:g}"
-            raise RankError(Failure(Cause.HUNG, f"{silence}, and was stopped"))
+            silence = f"trainer.silence_seconds {trainer.silence_seconds:g}"
+            raise RankError(Failure(Cause.HUNG, f"the program printed nothing for {silence}, and was stopped"))
         if code:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             cause = Cause.KILLED if code < 0 else Cause.PROGRAM
             raise RankError(Failure(cause, f"the program {how}: {program.last_line() or 'it printed nothing'}"))
         records.finish(ranks.size)
-    finally:
-        records.close()
 
 
 class Records:
@@ -88,7 +82,10 @@ class Records:
         """Follow a program until it ends, must stop, or hangs. Returns the exit code, and which of the latter two."""
         printed, signed_at, next_read = 0, time.monotonic(), time.monotonic() + READ_SECONDS
         while True:
-            code, stop, now, new = program.wait(LOOK_SECONDS), should_stop(), time.monotonic(), False
+            code, now, new = program.wait(LOOK_SECONDS), time.monotonic(), False
+            if code:
+                time.sleep(LOOK_SECONDS)  # the signal of SLURM may have come to the program first
+            stop = should_stop()
             if code is None and now > next_read:
                 new = self.read()
                 next_read = time.monotonic() + max(READ_SECONDS, (time.monotonic() - now) / READ_SHARE)
@@ -123,9 +120,8 @@ class Records:
     def finish(self, ranks: int) -> None:
         """Write the summary of a run whose program ended with exit code 0."""
         if self._log is None:
-            raise RankError(
-                Failure(Cause.ERROR, f"the program ended with exit code 0 without metrics: {self._problem}")
-            )
+            problem = f"the program ended with exit code 0 without metrics: {self._problem}"
+            raise RankError(Failure(Cause.ERROR, problem))
         seconds, numbers = time.monotonic() - self._zero_seconds, final_numbers(self.config, *self._log)
         about = {"run_id": run_id(self.config), "trainer": "command", "ranks": ranks, "seconds": seconds}
         summary = about | numbers | {"tokens_per_s": numbers["D"] / seconds, "precision": self.config.precision}
@@ -152,7 +148,7 @@ def read_log(config: RunConfig, directory: Path) -> tuple[pd.DataFrame, dict[str
         for source in [] if runs and pattern is None else sources:
             try:
                 runs += read_runs(source, config.trainer.columns or {}, config.batch_tokens)
-            except UserError as error:  # such as of a checkpoint that is JSON too
+            except (UserError, OSError) as error:  # such as of a checkpoint that is JSON too
                 problem = re.sub(r"--map (\w+)=KEY", r"trainer.columns={\1:KEY}", str(error))
     if not runs:
         raise UserError(problem)
@@ -177,21 +173,15 @@ def final_numbers(config: RunConfig, frame: pd.DataFrame, facts: dict[str, Any])
     if (last := tokens.iloc[-1]) + gap < config.D:
         where = f"its last {kind} is at token {last:.4g} of {config.D:.4g}"
         raise RankError(Failure(Cause.ERROR, f"the program ended with exit code 0, but {where}; it must log the end"))
-    means = {name: float(rows[name].iloc[-max(1, len(rows) // 20) :].mean()) for name, rows in columns.items()}
+    ends = {name: rows[name].iloc[-max(1, len(rows) // 20) :] for name, rows in columns.items() if len(rows)}
+    means = {name: float(values.mean()) for name, values in ends.items()}
     D, counts = max(config.D, round(last)), vars(count_parameters(config.model))
     exact = flops_exact(config) * D / config.D
-    if stated := {name: round(facts[name]) for name in COUNTS if name in facts}:
+    if stated := {name: round(facts[name]) for name in COUNTS if name in facts} or config.model.size:
         N = stated.get("N_active", stated.get("N_total", counts["N_active"]))
-        counts, exact = dict.fromkeys(COUNTS, N) | {"N_kaplan": None} | stated, 6.0 * N * D
+        counts, exact = dict.fromkeys(counts) | {"N_total": N, "N_active": N} | stated, 6.0 * N * D
     logged = frame["flops"].dropna()
-    return {
-        "step": config.steps,
-        **counts,
-        "D": D,
-        "flops_6nd": 6.0 * counts["N_active"] * D,
-        "flops_exact": float(logged.iloc[-1]) if len(logged) else exact,
-        "val_loss": float(columns[kind][kind].iloc[-1]) if kind == "val_loss" else means[kind],
-        "val_loss_se": None,
-        "train_loss": means["train_loss"] if len(columns["train_loss"]) else None,
-        "loss_of": kind,  # held-out or training text
-    }
+    flops = {"flops_6nd": 6.0 * counts["N_active"] * D, "flops_exact": float(logged.iloc[-1]) if len(logged) else exact}
+    loss = float(columns[kind][kind].iloc[-1]) if kind == "val_loss" else means[kind]
+    losses = {"val_loss": loss, "val_loss_se": None, "loss_of": kind}  # held-out or training text
+    return {"step": config.steps, "D": D} | counts | flops | losses | {"train_loss": means.get("train_loss")}

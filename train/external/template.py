@@ -53,10 +53,7 @@ def check_command(config: RunConfig) -> None:
 
 
 def command_line(config: RunConfig, folder: Path) -> list[str]:
-    """Return the arguments with which a run's program is started in its `folder`.
-
-    Names of files in `trainer.folder` become absolute. An argument with {resume} is left out without a checkpoint.
-    """
+    """Return the arguments with which a program is started; without a checkpoint, those with {resume} are left out."""
     newest = newest_checkpoint(config, folder)
     values = fields_of(config) | {"run": folder, "resume": newest[-1] if newest else ""}
     if config.trainer.shell:
@@ -73,9 +70,8 @@ def newest_checkpoint(config: RunConfig, folder: Path) -> tuple[int, int, Path] 
 
 def _pieces(config: RunConfig) -> list[str]:
     command = config.trainer.command
-    if isinstance(command, str):
-        return [command] if config.trainer.shell else shlex.split(command)
-    return [str(piece) for piece in command]
+    text = shlex.split(command) if isinstance(command, str) and not config.trainer.shell else command
+    return [text] if isinstance(text, str) else [str(piece) for piece in text]
 
 
 def _filled(template: str, values: Mapping[str, Any], quoted: Callable[[str], str] = str) -> str:
@@ -95,7 +91,7 @@ def _absolute(argument: str, folder: str) -> str:
 def read_sizes(sizes: Any) -> list[dict[str, Any]]:
     """Return the rows of trainer.sizes, which may be a YAML file, by rising N."""
     advice = "trainer.sizes must be rows such as {N: 1.2e8, n_layer: 12}, of different N from 1 to 1e15"
-    rows = read_document(Path(sizes), Any, remedy=advice) if isinstance(sizes, str) else sizes
+    rows: Any = read_document(Path(sizes), list[dict[str, Any]], remedy=advice) if isinstance(sizes, str) else sizes
     try:
         ordered = {float(row["N"]): row for row in rows}
         if not rows or len(ordered) < len(rows) or not 1 <= min(ordered) <= max(ordered) <= 1e15:

@@ -80,7 +80,7 @@ def validate(config: RunConfig) -> None:
     """Raise UserError if a config cannot be trained."""
     check_fields(config)
     check_mixture(config.data)
-    if config.trainer.external:
+    if config.trainer.kind == "command":
         check_command(config)
         if config.average.kept or config.quantization.used:
             raise UserError("average.kind and quantization.* must be none with trainer=command, which has neither")
