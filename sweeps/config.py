@@ -16,8 +16,8 @@ from ..fit.laws.registry import DEFAULT, LOSS_LAWS
 from ..train.config import ANY, RunConfig, TrackerConfig, Training, drop_removed
 from ..train.config import REMOVED as OF_RUNS
 from ..train.errors import UserError
-from ..train.external.template import read_sizes
 from ..train.fields import Count, Count4, Count6, Distinct, Natural, NotNegative, Positive, Precision
+from ..train.planner.command import read_sizes
 from ..train.planner.validation import check_fields
 from .grid.base import GridConfig, grid_kinds
 from .grid.tuning import TuningConfig

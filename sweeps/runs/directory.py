@@ -24,8 +24,8 @@ import yaml
 
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
-from ...train.external.template import PROGRAM, newest_checkpoint
 from ...train.files import HALVED, read_document, read_json, write_atomic, write_json
+from ...train.planner.command import PROGRAM, newest_checkpoint
 from .forms import Identity, Metrics, PlanFile, PlannedRun, Settings, Summary
 from .journal import JOURNAL, STATES, VIEW, Event, RunRecord, State, append, read_record
 

@@ -27,9 +27,9 @@ from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train.config import ModelConfig, RunConfig, TrackerConfig, TrainerConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.external import program
-from isoflop.train.external.template import check_command, command_line
 from isoflop.train.files import read_json_lines
 from isoflop.train.job.environment import Ranks
+from isoflop.train.planner.command import check_command, command_line
 from small_runs import logged_steps
 
 ROOT = Path(isoflop.__file__).resolve().parent

@@ -18,7 +18,7 @@ from ..errors import UserError
 # Bytes of an attempt's output that log.txt keeps: its beginning and its end. Chosen by hand.
 KEPT_FIRST, KEPT_LAST = 32 << 20, 64 << 10
 # The guard is in the program's process group. Its pipe closes when this process ends, even by kill -9; then it kills
-# the program's tree, also children that have groups of their own.
+# the program's tree, also children in other groups.
 GUARD = """
 trap '' TERM USR2 INT HUP
 tree() { for child in $(cat /proc/$1/task/*/children 2>/dev/null); do tree "$child"; done; kill -KILL "$1"; }

@@ -18,9 +18,9 @@ from ..files import JsonLines, write_json
 from ..flops import count_parameters, flops_exact
 from ..job.environment import detect
 from ..job.failure import Cause, Failure, RankError
+from ..planner.command import PROGRAM, command_line
 from ..tracker import Tracker, metrics
 from .program import Program
-from .template import PROGRAM, command_line
 
 if TYPE_CHECKING:
     import pandas as pd

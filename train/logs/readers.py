@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from ..errors import UserError
 from ..files import open_regular
 from .series import Roles, Series
 

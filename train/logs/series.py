@@ -145,7 +145,7 @@ class Series:
                 last = columns[name].index[finite].max() if finite.any() else -np.inf
                 if (after := columns[name].index[columns[name].index > last]).size:
                     self.facts.setdefault("diverged", float(after[0]))
-                remarks.append(f"{source}: {counted(int((~finite).sum()), f'value', 'values')} of {name} "
+                remarks.append(f"{source}: {counted(int((~finite).sum()), 'value', 'values')} of {name} "
                                "are not finite and left out")  # fmt: skip
                 columns[name] = columns[name][finite]
         if self.backwards:

@@ -15,12 +15,12 @@ from msgspec import Meta
 
 from ..config import DOMAIN_NAME, GROUPED_QUERY, DataConfig, ModelConfig, ParallelConfig, RunConfig, ScheduleConfig
 from ..errors import UserError, counted
-from ..external.template import check_command
 from ..fields import UNIQUE
 from ..model.shape import micro_batches, model_shape
 from ..optimizer.optimizer import MATRICES
 from ..optimizer.registry import OPTIMIZERS
 from ..quantization.bits import block_of
+from .command import check_command
 
 LARGEST = 1e30  # limit of every number: more FLOPs than any machine has, and far from an overflow
 
