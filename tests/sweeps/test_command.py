@@ -58,7 +58,7 @@ def config_of(command: Any, folder: Path, **trainer: Any) -> RunConfig:
     """Return a run of 40 steps by a command that is planned in `folder`."""
     return RunConfig(
         model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256), tokens=40 * 1024,
-        trainer=TrainerConfig(**{"kind": "command", "command": command, "folder": str(folder), "grace_seconds": 0.3} | trainer),
+        trainer=TrainerConfig("command", command, **{"folder": str(folder), "grace_seconds": 0.3} | trainer),
         tracker=TrackerConfig(kind="none"),
     )  # fmt: skip
 
@@ -89,9 +89,9 @@ def python(code: str) -> list[str]:
 def test_a_grid_of_programs_is_trained_like_one_of_ours(trainer: Path) -> None:
     command = COMMAND.format(python=sys.executable, pause=0)
     overrides = [
-        "+grid=ladder", "grid.sizes=[2e4,6e4]", "grid.tokens_per_parameter=[2]", "optimizer.batch_size=8", "fit.bootstrap=0",
-        "tracker=none", "cluster=local", "cluster.flops_per_second=1e11", "trainer=command", "sweep=s",
-        f'trainer.command="{command}"', "data.sequence_length=64",
+        "+grid=ladder", "grid.sizes=[2e4,6e4]", "grid.tokens_per_parameter=[2]", "fit.bootstrap=0",
+        "optimizer.batch_size=8", "tracker=none", "cluster=local", "cluster.flops_per_second=1e11", "sweep=s",
+        "trainer=command", f'trainer.command="{command}"', "data.sequence_length=64",
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(ROOT / "sweep.py"), *overrides], cwd=trainer, capture_output=True, text=True
@@ -115,7 +115,8 @@ def test_a_stopped_and_a_killed_program_resume_with_equal_losses(trainer: Path, 
     assert train(parts, tmp_path, stop_after=1.5).state == "preempted"
     path = tmp_path / "s" / "runs" / run_id(parts)
     # A worker that dies by kill -9 takes its program and the program's children with it.
-    code = f"import test_command, pathlib; test_command.train(test_command.config_of({parts.trainer.command!r}, {str(trainer)!r}), pathlib.Path({str(tmp_path)!r}))"
+    arguments = f"config_of({parts.trainer.command!r}, {str(trainer)!r}), Path({str(tmp_path)!r})"
+    code = f"from test_command import *; train({arguments})"
     paths = os.pathsep.join([str(ROOT.parent), str(ROOT / "tests"), str(Path(__file__).parent)])
     worker = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths})
     saved = path / "program" / "checkpoint-20"
@@ -170,7 +171,7 @@ def test_a_program_that_misbehaves_is_one_sentence(expected: str, tmp_path: Path
 
 def test_much_output_is_cut_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "KEPT_FIRST", 1 << 20)
-    code = "import json; print(json.dumps({'step': 40, 'val_loss': 2.5})); [print('x' * 1023) for _ in range(20_000)]; print('end')"
+    code = "print('{\"step\": 40, \"val_loss\": 2.5}'); [print('x' * 1023) for _ in range(20_000)]; print('end')"
     config = config_of(python(code), tmp_path)
     assert train(config, tmp_path).state == "done"
     log = tmp_path / "s" / "runs" / run_id(config) / "log.txt"
@@ -237,7 +238,7 @@ def test_a_grid_picks_from_the_sizes_of_the_trainer(tmp_path: Path) -> None:
     layers = {int(run.model.size["N"]): command_line(run, tmp_path)[-1] for run in prepared.runs}
     assert layers == {20_000: "1", 40_000: "2", 90_000: "3"}
     assert all(run.flops_exact == 6 * run.N_total * run.D for run in prepared.plan.runs)
-    with pytest.raises(UserError, match="trainer.sizes is \\[{'n': 1}\\]; trainer.sizes must be rows such as"):
+    with pytest.raises(UserError, match=r"trainer.sizes is \[{'n': 1}\]; trainer.sizes must be rows such as"):
         base_run(compose([*overrides, "trainer.sizes=[{n:1}]"]))
 
 
