@@ -148,7 +148,7 @@ def base_run(config: SweepConfig) -> RunConfig:
         config.trainer.folder = config.trainer.folder or os.getcwd()
         config.trainer.sizes = config.trainer.sizes and read_sizes(config.trainer.sizes)  # sweep.yaml records the rows
         values["trainer"] = dataclasses.replace(config.trainer, sizes=None)
-        values["model"] = dataclasses.replace(config.model, size=config.trainer.sizes or config.model.size)
+        values["model"] = dataclasses.replace(config.model, size=config.trainer.sizes)
     return RunConfig(**values)
 
 

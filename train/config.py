@@ -410,10 +410,9 @@ class TrainerConfig:
     command: Any = later(None)  # a text, split as a shell would, or a list of arguments; with fields in braces
     version: str = later("")  # of the program: runs of another version are other runs
     shell: bool = later(False)  # whether /bin/sh runs the text
-    sizes: Any = cosmetic(None)  # rows of the program's own sizes, each with N; or a .yaml or .csv file of them
+    sizes: Any = cosmetic(None)  # rows of the program's own sizes, each with N; or a YAML file of them
     folder: str | None = cosmetic(None)  # of files that the command names; None: where the sweep is planned
-    # Logs in the program's folder, a glob; stdout: what it prints; None: what is found there, else what it prints.
-    metrics: str | None = cosmetic(None)
+    metrics: str | None = cosmetic(None)  # glob of logs in {run}; stdout: what it prints; None: found in either
     columns: Any = cosmetic(None)  # the program's names of metrics, by ours, such as {val_loss: eval/loss}
     checkpoints: str = cosmetic("checkpoint*")  # glob in the program's folder; the newest is {resume}
     silence_seconds: Positive = cosmetic(1800.0)  # without output, after which the program counts as hung

@@ -430,11 +430,9 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
     if absent := [name for name in NEEDED if name not in summary]:
         how = "remove it and run isoflop doctor again; it is then written again from the newest checkpoint"
         yield Fault("result", f"summary.json lacks {', '.join(absent)}", path, None, how)
-    if "checkpoint" not in summary:  # an external program's
-        return
-    checkpoint = run.path / str(summary["checkpoint"])
+    checkpoint = run.path / str(summary.get("checkpoint"))
     problem = visible_damage(checkpoint) if checkpoint.is_dir() else "it is gone"
-    if problem is not None:
+    if problem is not None and "checkpoint" in summary:  # an external program names none
         needed = evaluated and not (run.path / "eval" / f"step_{summary.get('step')}.json").exists()
         what = f"its last checkpoint cannot be used ({problem})"
         how = f"its losses remain valid; to train the run again, remove {path} and run isoflop doctor again"

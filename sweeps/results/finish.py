@@ -184,7 +184,7 @@ def measured_rates(sweep: SweepDirectory) -> list[Measured]:
     for planned in sweep.plan()["runs"]:
         run = sweep.run(planned["run_id"])
         result = result_of(run)
-        if result is None or "device" not in result or "trainer" in result or result.get("ensemble", 1) > 1:
+        if result is None or "device" not in result or result.get("ensemble", 1) > 1:
             continue
         seconds = own_seconds(run, planned, result)
         if seconds < LEAST_SECONDS:

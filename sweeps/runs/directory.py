@@ -185,10 +185,10 @@ class RunDirectory:
     def newest_checkpoint(self) -> int | None:
         """Return the step of the newest checkpoint whose files have the right sizes, or None; hashes are not read."""
         if (folder := self.path / PROGRAM).is_dir():
-            # An external program's step is the number in its name, or else the last that was logged.
-            newest = newest_checkpoint(config := self.config(), folder)
-            logged = int(self.last_metrics().get("step", 0))
-            return None if newest is None else min(newest[0] or logged, config.steps)
+            with suppress(UserError):  # of a program's checkpoint, the number in its name, or else the last logged step
+                if newest := newest_checkpoint(config := self.config(), folder):
+                    return min(newest[0] or int(self.last_metrics().get("step", 0)), config.steps)
+            return None
         folders = {step: self.path / "checkpoints" / f"step_{step}" for step in reversed(self.saved_steps())}
         return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
 

@@ -8,7 +8,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,29 +25,24 @@ from .program import Program
 if TYPE_CHECKING:
     import pandas as pd
 
-LOOK_SECONDS, READ_SECONDS = 0.2, 2.0  # between two looks at the program, and two readings of its log
-READ_SHARE = 0.05  # of the time, at most, that the log is read
-SMOOTHING = 0.9  # per row of the log, of the training loss; chosen by hand
+LOOK_SECONDS, READ_SECONDS, READ_SHARE = 0.2, 2.0, 0.05  # between looks at a program, at its log; share of the latter
 LOSSES, COUNTS = ["val_loss", "train_loss"], ("N_total", "N_active", "N_non_embedding")
 OURS = ("step", "tokens", "flops", "train_loss", "smoothed_loss", "val_loss", "lr", "grad_norm", "tokens_per_s")
 
 
-def train_external(
-    config: RunConfig, directory: Path, should_stop: Callable[[], bool], report: Callable[[str], None]
-) -> None:
+def train_external(config: RunConfig, directory: Path, stop: Callable[[], bool], report: Callable[[str], None]) -> None:
     """Train one run by its command, like `train.loop.train`; the first rank of the job starts it for all ranks."""
     ranks, trainer, folder = detect(), config.trainer, directory / PROGRAM
     if ranks.rank > 0:
         return
     if ranks.size > 1:
-        with suppress(OSError):  # SLURM gives this rank only its own cores
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # SLURM gives this rank only its own cores
     folder.mkdir(exist_ok=True)
     command = command_line(config, folder)
     report(f"starts {shlex.join(command)}")
     with closing(Records(config, directory, report)) as records:
         with Program(command, folder, directory / "log.txt") as program:
-            code, stopped, hung = records.follow(program, should_stop)
+            code, stopped, hung = records.follow(program, stop)
             if code is None and not program.stop(trainer.grace_seconds):
                 report(f"the program ignored TERM for trainer.grace_seconds {trainer.grace_seconds:g} and is killed")
         records.read()
@@ -103,7 +98,7 @@ class Records:
             self._problem = str(error)
             return False
         seconds, new = time.monotonic() - self._zero_seconds, False
-        frame["smoothed_loss"] = frame["train_loss"].ewm(alpha=1 - SMOOTHING).mean()
+        frame["smoothed_loss"] = frame["train_loss"].ewm(alpha=0.1).mean()  # over rows; chosen by hand
         for row in frame.to_dict("records"):
             record = {name: row[name] for name in OURS if math.isfinite(row.get(name, math.nan))}
             record["step"] = step = int(record["step"])

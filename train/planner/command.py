@@ -18,16 +18,14 @@ from ..flops import count_parameters
 from ..schedule import decay_steps, warmup_steps
 
 PROGRAM = "program"  # the folder in a run's folder that belongs to its program: {run}
-AT_START = ("run", "resume")  # fields that are known when the program starts
 
 
 def fields_of(config: RunConfig) -> dict[str, Any]:
-    """Return the fields that templates may name, except those of `AT_START`."""
+    """Return the fields that templates may name, except {run} and {resume}."""
     model = config.model
     values = flatten(to_dict(config))
-    derived = {"kv_heads": model.num_kv_heads, "hidden": model.mlp_hidden, "head_size": model.head_dim}
-    values |= {f"size.{name}": value for name, value in (model.size or {}).items()}
-    values |= {f"model.{name}": value for name, value in derived.items()}
+    values |= {f"size.{name}": value for name, value in (model.size if isinstance(model.size, dict) else {}).items()}
+    values |= {"model.kv_heads": model.num_kv_heads, "model.hidden": model.mlp_hidden}
     values |= {"tokens": config.D, "steps": config.steps, "batch_tokens": config.batch_tokens, "run_id": run_id(config)}
     values |= {"N": count_parameters(model).N_active, "ranks": config.parallel.world_size}
     values |= {"warmup_steps": warmup_steps(config), "decay_steps": decay_steps(config)}
@@ -36,17 +34,20 @@ def fields_of(config: RunConfig) -> dict[str, Any]:
 
 def check_command(config: RunConfig) -> None:
     """Raise UserError if a run's command is missing, cannot be read, or names a field that the run does not have."""
-    command, values = config.trainer.command, dict.fromkeys(AT_START, "") | fields_of(config)
+    command, values = config.trainer.command, {"run": "", "resume": ""} | fields_of(config)
     if not command or not isinstance(command, str if config.trainer.shell else str | list):
         needed = "a text" + " or a list of a program and its arguments" * (not config.trainer.shell)
         raise UserError(f"trainer.command is {command!r}; it must be {needed}")
+    for name in ("checkpoints", "metrics"):
+        if (pattern := getattr(config.trainer, name)) is not None and (not pattern or pattern[0] == "/"):
+            raise UserError(f"trainer.{name} is {pattern!r}; it must be a glob in {{run}}, such as checkpoint-*")
     try:
         for name in (name for piece in _pieces(config) for _, name, _, _ in Formatter().parse(piece)):
             if name is not None and values.get(name) is None:
                 problem = "is null" if name in values else "is not a field of a run"
                 near = get_close_matches(name, [*values, "size.N"], n=3) or ["run", "tokens", "model.depth"]
                 raise UserError(f"trainer.command names {{{name}}}, which {problem}; it may name {', '.join(near)}")
-        command_line(config, Path())
+        command_line(config, Path(os.devnull))
     except (ValueError, TypeError) as error:
         problem = f"trainer.command is {command!r}, which cannot be filled in ({error})"
         raise UserError(f"{problem}; close quotes, and double a brace that is no field, as in {{{{") from None
@@ -76,9 +77,7 @@ def _pieces(config: RunConfig) -> list[str]:
 
 def _filled(template: str, values: Mapping[str, Any], quoted: Callable[[str], str] = str) -> str:
     parts = Formatter().parse(template)
-    return "".join(
-        text + ("" if name is None else quoted(format(values[name], form or ""))) for text, name, form, _ in parts
-    )
+    return "".join(text + (quoted(format(values[name], form or "")) if name else "") for text, name, form, _ in parts)
 
 
 def _absolute(argument: str, folder: str) -> str:

@@ -20,7 +20,7 @@ from ..model.shape import micro_batches, model_shape
 from ..optimizer.optimizer import MATRICES
 from ..optimizer.registry import OPTIMIZERS
 from ..quantization.bits import block_of
-from .command import check_command
+from .command import check_command, read_sizes
 
 LARGEST = 1e30  # limit of every number: more FLOPs than any machine has, and far from an overflow
 
@@ -82,6 +82,7 @@ def validate(config: RunConfig) -> None:
     check_mixture(config.data)
     if config.trainer.kind == "command":
         check_command(config)
+        read_sizes([config.model.size or {"N": 1}])
         if config.average.kept or config.quantization.used:
             raise UserError("average.kind and quantization.* must be none with trainer=command, which has neither")
         return
