@@ -178,7 +178,7 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, thr
         flops_own=trained,
         flops_optimizer=flops_optimizer(run),
         budget=run.budget,
-        **{name: getattr(run.model, name) for name in ("width", "depth", "heads")},
+        **{name: (run.model.size or vars(run.model)).get(name, 0) for name in ("width", "depth", "heads")},
         steps=run.steps,
         seed=run.seed,
         sequence_length=run.data.sequence_length,

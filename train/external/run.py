@@ -172,9 +172,10 @@ def final_numbers(config: RunConfig, frame: pd.DataFrame, facts: dict[str, Any])
     means = {name: float(values.mean()) for name, values in ends.items()}
     D, counts = max(config.D, round(last)), vars(count_parameters(config.model))
     exact = flops_exact(config) * D / config.D
-    if stated := {name: round(facts[name]) for name in COUNTS if name in facts} or config.model.size:
+    if (stated := {name: round(facts[name]) for name in COUNTS if name in facts}) or config.model.size:
         N = stated.get("N_active", stated.get("N_total", counts["N_active"]))
-        counts, exact = dict.fromkeys(counts) | {"N_total": N, "N_active": N} | stated, 6.0 * N * D
+        counts = dict.fromkeys(counts) | {"N_total": N, "N_active": N} | stated
+        exact = 6.0 * N * D if stated else exact
     logged = frame["flops"].dropna()
     flops = {"flops_6nd": 6.0 * counts["N_active"] * D, "flops_exact": float(logged.iloc[-1]) if len(logged) else exact}
     loss = float(columns[kind][kind].iloc[-1]) if kind == "val_loss" else means[kind]

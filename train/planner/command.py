@@ -38,9 +38,9 @@ def check_command(config: RunConfig) -> None:
     if not command or not isinstance(command, str if config.trainer.shell else str | list):
         needed = "a text" + " or a list of a program and its arguments" * (not config.trainer.shell)
         raise UserError(f"trainer.command is {command!r}; it must be {needed}")
-    for name in ("checkpoints", "metrics"):
-        if (pattern := getattr(config.trainer, name)) is not None and (not pattern or pattern[0] == "/"):
-            raise UserError(f"trainer.{name} is {pattern!r}; it must be a glob in {{run}}, such as checkpoint-*")
+    for setting in ("checkpoints", "metrics"):
+        if (glob := getattr(config.trainer, setting)) is not None and (not glob or glob[0] == "/"):
+            raise UserError(f"trainer.{setting} is {glob!r}; it must be a glob in {{run}}, such as checkpoint-*")
     try:
         for name in (name for piece in _pieces(config) for _, name, _, _ in Formatter().parse(piece)):
             if name is not None and values.get(name) is None:
