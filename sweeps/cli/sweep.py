@@ -55,6 +55,14 @@ def _open(path: Path) -> SweepDirectory:
     return sweep
 
 
+def _own(sweep: SweepDirectory) -> SweepDirectory:
+    """Return a sweep of isoflop's own runs. Raises UserError for runs of another trainer."""
+    if sweep.is_ingested:
+        problem = "has runs of another trainer, which starts, stops and repairs them"
+        raise UserError(f"{sweep.path} {problem}; add further ones with `isoflop ingest`")
+    return sweep
+
+
 @app.command("tune")
 def tune_command(
     overrides: Annotated[
@@ -129,6 +137,45 @@ def status_command(
     from ..runs.directory import SweepDirectory
 
     show_status(SweepDirectory.open(sweep), watch, as_json, everything)
+
+
+@app.command("ingest")
+def ingest_command(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Logs of another trainer, or folders with logs: TensorBoard events, wandb's offline files and CSV "
+            "exports, trainer_state.json, JSON lines, text logs of Megatron-LM, NeMo and nanotron.",
+            show_default=False,
+        ),
+    ],
+    to: Annotated[Path, typer.Option(help="Folder for the runs, new or of an earlier ingest.", show_default=False)],
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option("--map", help="The log's key, or a number, of N, tokens, val_loss, ...: N=params,lr=optim/lr"),
+    ] = None,
+    tokens_per_step: Annotated[float | None, typer.Option(help="Tokens of one step, if the log has none.")] = None,
+    patterns: Annotated[
+        Path | None, typer.Option(help="A YAML file of regular expressions by name, for other text logs.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read runs of other trainers into a folder that fit, report, forecast, compare, suggest and status take."""
+    from ..observe.status import sweep_status
+    from ..results.ingest import ingest
+
+    pairs = [pair.partition("=") for text in mapping or [] for pair in text.split(",")]
+    if wrong := [f"{name}{sign}" for name, sign, key in pairs if not key]:
+        raise UserError(f"--map has {wrong[0]!r}; it must be NAME=KEY, such as N=params,val_loss=eval/loss")
+    if tokens_per_step is not None and not 0 < tokens_per_step < 1e15:
+        raise UserError(f"--tokens-per-step is {tokens_per_step}; it must be a number above 0")
+    columns = {name.strip(): key.strip() for name, _, key in pairs}
+    sweep, remarks = ingest(sources, to, columns, tokens_per_step, patterns)
+    for remark in remarks:
+        print(f"note: {remark}", file=sys.stderr)
+    states = sweep_status(sweep)["states"]
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    show(states, as_json, lambda _: print(f"{to}: {counts}; continue with `isoflop report {to}`"))
 
 
 @app.command("forecast")
@@ -268,7 +315,7 @@ def doctor_command(
     from ..observe.doctor import examine_sweep, print_faults
     from ..runs.directory import SweepDirectory
 
-    directory = SweepDirectory.open(sweep)
+    directory = _own(SweepDirectory.open(sweep))
     faults = examine_sweep(directory, not dry_run, deep)  # a plan that cannot be read is a fault too
     lines = [fault.to_dict(directory) for fault in faults]
     show(lines, as_json, lambda _: print_faults(directory, faults))
@@ -338,7 +385,7 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int], may
     from ..execute.identity import claim
     from ..runs.membership import members
 
-    sweep = _open(path)
+    sweep = _own(_open(path))
     if not may_be_copy:
         with sweep.lock() if sweep.copied_from() is not None else contextlib.nullcontext():
             claim(sweep)

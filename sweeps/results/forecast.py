@@ -9,6 +9,7 @@ import hashlib
 import math
 import statistics
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -17,7 +18,7 @@ from typing import Any, NotRequired, TypedDict
 
 from ...train.config import RunConfig, canonical_json
 from ...train.errors import UserError, counted
-from ...train.files import file_sha256, read_document, read_json, write_json
+from ...train.files import file_sha256, read_document, read_json, read_json_lines, write_json
 from ...train.flops import count_parameters
 from ...train.schedule import learning_rate_factor
 from ..runs.directory import RunDirectory, SweepDirectory, now_on
@@ -80,20 +81,19 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
     """
     from ... import fit
 
-    under_way, last, planned = dict[str, RunConfig](), dict[str, float](), dict[str, list[float]]()
+    under_way, last, planned = list[str](), dict[str, float](), dict[str, list[float]]()
+    plan = {row["run_id"]: row for row in sweep.plan()["runs"]}
     for run in sweep.runs():
         state = run.state().state
         summary = run.summary() if state == "done" else None
         if summary is not None and "val_loss" not in summary:
             continue
         if (summary is not None and len(last) < TEACHERS) or (state not in ("done", "planned") and run.last_metrics()):
-            config = run.config()
-            rate = config.optimizer.learning_rate
-            planned[run.run_id] = [rate * learning_rate_factor(config, step) for step in range(config.steps)]
+            planned[run.run_id] = _logged_rates(run, plan) if sweep.is_ingested else _rates(run.config())
             if summary is not None:
                 last[run.run_id] = summary["val_loss"]
             else:
-                under_way[run.run_id] = config
+                under_way.append(run.run_id)
     if not under_way:
         return [], {}
     curves = sweep_curves(sweep, planned).dropna(subset=["loss"])
@@ -105,16 +105,43 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
     shift, scatter = statistics.mean(gaps), QUANTILE * statistics.stdev(gaps)
     predicted = fit.forecast_final(curves.drop(columns="val_loss"), planned, LEVEL)
     forecasts, without = [], {}
-    for run_id, config in under_way.items():
+    for run_id in under_way:
         row: Any = predicted.loc[run_id] if run_id in predicted.index else {"reason": "its last step is done"}
         if row["reason"]:
             without[run_id] = str(row["reason"])
             continue
         loss = float(row["loss"]) * math.exp(shift)
         factor = math.exp(math.hypot(math.log(row["high"] / row["loss"]), scatter))
-        N, seen = count_parameters(config.model).N_active, float(row["seen"])
-        forecasts.append(Forecast(N, config.D, loss, loss / factor, loss * factor, run_id, seen))
+        N, D = plan[run_id].get("N_active") or plan[run_id]["N_total"], plan[run_id]["D"]
+        forecasts.append(Forecast(N, D, loss, loss / factor, loss * factor, run_id, float(row["seen"])))
     return forecasts, without
+
+
+def _rates(config: RunConfig) -> list[float]:
+    return [config.optimizer.learning_rate * learning_rate_factor(config, step) for step in range(config.steps)]
+
+
+def _logged_rates(run: RunDirectory, plan: Mapping[str, Any]) -> list[float]:
+    """Return the logged learning rates of an ingested run, and for its further steps those of the longest done run.
+
+    These are read at the same share of the steps, and scaled to the run's peak.
+    """
+    import numpy as np
+
+    def logged(run: RunDirectory) -> Any:
+        lines = read_json_lines(run.path / "metrics.jsonl")
+        return np.array([(line["step"], line["lr"]) for line in lines if "lr" in line] or [(0.0, 0.0)]).T
+
+    steps = plan[run.run_id]["steps"]
+    every, (seen, lr) = np.arange(1, steps + 1), logged(run)
+    rates, later = np.interp(every, seen, lr), every > seen[-1]
+    others = [RunDirectory(run.path.parent / name) for name in sorted(plan, key=lambda name: plan[name]["steps"])]
+    done = next((other for other in reversed(others) if other.is_done()), None)
+    if done is not None and later.any():
+        seen, other_lr = logged(done)
+        shape = np.interp(every[later] / steps, seen / plan[done.run_id]["steps"], other_lr)
+        rates[later] = lr.max() * shape / max(other_lr.max(), 1e-300)
+    return [float(rate) for rate in rates]
 
 
 def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], dict[str, str]]:
