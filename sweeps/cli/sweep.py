@@ -142,40 +142,29 @@ def status_command(
 @app.command("ingest")
 def ingest_command(
     sources: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Logs of another trainer, or folders with logs: TensorBoard events, wandb's offline files and CSV "
-            "exports, trainer_state.json, JSON lines, text logs of Megatron-LM, NeMo and nanotron.",
-            show_default=False,
-        ),
+        list[Path], typer.Argument(help="Logs of other trainers, or folders with logs.", show_default=False)
     ],
     to: Annotated[Path, typer.Option(help="Folder for the runs, new or of an earlier ingest.", show_default=False)],
     mapping: Annotated[
-        list[str] | None,
-        typer.Option("--map", help="The log's key, or a number, of N, tokens, val_loss, ...: N=params,lr=optim/lr"),
+        list[str] | None, typer.Option("--map", help="Keys of the log, or numbers: N=params,val_loss=eval/loss")
     ] = None,
-    tokens_per_step: Annotated[float | None, typer.Option(help="Tokens of one step, if the log has none.")] = None,
+    tokens_per_step: Annotated[float | None, typer.Option(min=1, help="Tokens of a step, if the log has none.")] = None,
     patterns: Annotated[
         Path | None, typer.Option(help="A YAML file of regular expressions by name, for other text logs.")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Read runs of other trainers into a folder that fit, report, forecast, compare, suggest and status take."""
-    from ..observe.status import sweep_status
     from ..results.ingest import ingest
 
-    pairs = [pair.partition("=") for text in mapping or [] for pair in text.split(",")]
-    if wrong := [f"{name}{sign}" for name, sign, key in pairs if not key]:
-        raise UserError(f"--map has {wrong[0]!r}; it must be NAME=KEY, such as N=params,val_loss=eval/loss")
-    if tokens_per_step is not None and not 0 < tokens_per_step < 1e15:
-        raise UserError(f"--tokens-per-step is {tokens_per_step}; it must be a number above 0")
-    columns = {name.strip(): key.strip() for name, _, key in pairs}
-    sweep, remarks = ingest(sources, to, columns, tokens_per_step, patterns)
-    for remark in remarks:
+    columns = dict[str, str]()
+    for pair in (pair for text in mapping or [] for pair in text.split(",")):
+        name, _, columns[name] = pair.partition("=")
+        if not columns[name]:
+            raise UserError(f"--map has {pair!r}; it must be NAME=KEY, such as N=params,val_loss=eval/loss")
+    for remark in ingest(sources, to, columns, tokens_per_step, patterns):
         print(f"note: {remark}", file=sys.stderr)
-    states = sweep_status(sweep)["states"]
-    counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    show(states, as_json, lambda _: print(f"{to}: {counts}; continue with `isoflop report {to}`"))
+    runs = _open(to).runs()
+    print(f"{counted(len(runs), 'run')}, {sum(run.is_done() for run in runs)} done; next: isoflop report {to}")
 
 
 @app.command("forecast")

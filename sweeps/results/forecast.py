@@ -18,7 +18,7 @@ from typing import Any, NotRequired, TypedDict
 
 from ...train.config import RunConfig, canonical_json
 from ...train.errors import UserError, counted
-from ...train.files import file_sha256, read_document, read_json, read_json_lines, write_json
+from ...train.files import file_sha256, read_document, read_json, write_json
 from ...train.flops import count_parameters
 from ...train.schedule import learning_rate_factor
 from ..runs.directory import RunDirectory, SweepDirectory, now_on
@@ -83,13 +83,14 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
 
     under_way, last, planned = list[str](), dict[str, float](), dict[str, list[float]]()
     plan = {row["run_id"]: row for row in sweep.plan()["runs"]}
+    logged = sweep_curves(sweep) if sweep.is_ingested else None
     for run in sweep.runs():
         state = run.state().state
         summary = run.summary() if state == "done" else None
         if summary is not None and "val_loss" not in summary:
             continue
         if (summary is not None and len(last) < TEACHERS) or (state not in ("done", "planned") and run.last_metrics()):
-            planned[run.run_id] = _logged_rates(run, plan) if sweep.is_ingested else _rates(run.config())
+            planned[run.run_id] = _rates(run.config()) if logged is None else _logged_rates(logged, plan, run.run_id)
             if summary is not None:
                 last[run.run_id] = summary["val_loss"]
             else:
@@ -121,27 +122,22 @@ def _rates(config: RunConfig) -> list[float]:
     return [config.optimizer.learning_rate * learning_rate_factor(config, step) for step in range(config.steps)]
 
 
-def _logged_rates(run: RunDirectory, plan: Mapping[str, Any]) -> list[float]:
-    """Return the logged learning rates of an ingested run, and for its further steps those of the longest done run.
-
-    These are read at the same share of the steps, and scaled to the run's peak.
-    """
+def _logged_rates(curves: Any, plan: Mapping[str, Any], run_id: str) -> list[float]:
+    """Return the logged rates of an ingested run, after its last step as in the first finished run at that share."""
     import numpy as np
 
-    def logged(run: RunDirectory) -> Any:
-        lines = read_json_lines(run.path / "metrics.jsonl")
-        return np.array([(line["step"], line["lr"]) for line in lines if "lr" in line] or [(0.0, 0.0)]).T
-
-    steps = plan[run.run_id]["steps"]
-    every, (seen, lr) = np.arange(1, steps + 1), logged(run)
-    rates, later = np.interp(every, seen, lr), every > seen[-1]
-    others = [RunDirectory(run.path.parent / name) for name in sorted(plan, key=lambda name: plan[name]["steps"])]
-    done = next((other for other in reversed(others) if other.is_done()), None)
-    if done is not None and later.any():
-        seen, other_lr = logged(done)
-        shape = np.interp(every[later] / steps, seen / plan[done.run_id]["steps"], other_lr)
-        rates[later] = lr.max() * shape / max(other_lr.max(), 1e-300)
-    return [float(rate) for rate in rates]
+    rates = {name: rows.dropna(subset=["lr"]) for name, rows in curves.groupby("run_id")}
+    steps, own = plan[run_id]["steps"], rates[run_id]
+    every = np.arange(1, steps + 1)
+    other = next(
+        (name for name in rates if len(rates[name]) and rates[name]["step"].max() >= plan[name]["steps"]), None
+    )
+    if own.empty or other is None:
+        return [0.0] * steps  # `forecast_final` says that there is no rate
+    shape = np.interp(every / steps, rates[other]["step"] / plan[other]["steps"], rates[other]["lr"])
+    later = shape / rates[other]["lr"].max() * own["lr"].max()
+    logged = np.interp(every, own["step"], own["lr"])
+    return [float(rate) for rate in np.where(every <= own["step"].max(), logged, later)]
 
 
 def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], dict[str, str]]:

@@ -166,11 +166,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         row["recipe"] = recipe_label(steps)
     except UserError:  # a step that this version does not know
         row["recipe"] = "+".join(steps)
-    row["corpus"] = (
-        Path(str(data.get("path"))).name
-        if data.get("corpus") == "text"
-        else data.get("name") or ("stdlib" if groups else None)
-    )
+    row["corpus"] = Path(str(data.get("path"))).name if data.get("corpus") == "text" else data.get("name") or "stdlib"
     scored_on = [data.get(name) for name in ("fingerprint", "validation_fraction", "validation_tokens")]
     if data.get("domains"):
         row["corpus"] = "mixture"

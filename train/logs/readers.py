@@ -1,17 +1,19 @@
 """A reader per kind of log: a file in, its records out, each a mapping of the log's keys to values.
 
-A record has its step under a key such as "step", and its run under RUN if the file has several. A damaged record is
+A record has its step under a key such as "step", and its run under RUN if that is not the file's. A damaged record is
 yielded as an empty one.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +21,60 @@ import msgspec
 
 from ..errors import UserError
 from ..files import open_regular, read_document
-from .names import LOSSES, NUMBER, Roles, number
 
+LOSSES = ("train_loss", "val_loss")
+UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|(?i:nan|inf(?:inity)?))"
+WITH_UNIT = re.compile(rf"({NUMBER})\s*([KMBGT]?)")
 HEAD, LONG_HEAD = 1 << 16, 1 << 24  # bytes that tell a file's kind; of a text log, which may begin with a long start-up
 BLOCK = 1 << 15  # of wandb's files, which have the format of LevelDB's logs
-LARGEST = 1 << 28  # bytes of a record; a longer one is taken for damage
 RUN = "\0run"
 
 Patterns = Mapping[str, Any]  # regular expressions by isoflop's name, see known.yaml
 Records = Iterator[dict[str, Any]]
 
 
+@cache
+def known() -> dict[str, Any]:
+    return read_document(Path(__file__).with_name("known.yaml"), dict[str, Any])
+
+
+def number(value: Any) -> float | None:
+    """Return a number, also one written as "1.3B" or "1,000"; None for other values."""
+    if isinstance(value, str):
+        match = WITH_UNIT.fullmatch(value.strip())
+        return float(match[1].replace(",", "")) * UNITS[match[2]] if match else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+class Roles(dict[str, tuple[int, str] | None]):
+    """For each key of a log, its rank among the keys with the same meaning, and isoflop's name; None for other keys."""
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        """Use the keys in `columns`, by isoflop's name, instead of the known ones."""
+        self.update({key: (-1, name) for name, key in columns.items()})
+        self.tables = [
+            {alias: (rank, name) for name in known()[kind] if name not in columns
+             for rank, alias in enumerate(known()[kind][name])} for kind in ("metrics", "facts")
+        ]  # fmt: skip
+
+    def __missing__(self, key: str) -> tuple[int, str] | None:
+        whole, leaf = (  # of a config, which may be nested
+            re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") if len(name) > 1 else name
+            for name in (key, key.rpartition("/")[2])
+        )
+        metrics, facts = self.tables
+        self[key] = metrics.get(whole) or facts.get(whole) or facts.get(leaf)
+        return self[key]
+
+
 def kind_of(file: Path, programs: Mapping[str, Patterns]) -> str | None:
-    """Return the kind of a log by its content: a key of READERS, or of `programs` for a text log; None for others."""
+    """Return the kind of a log by its content: a key of `programs` for a text log; None for others."""
     with suppress(OSError), open_regular(file) as opened:
         head, roles = opened.read(HEAD), Roles({})
-        if b"brain.Event:" in head[:64]:
-            return "tensorboard"
-        if head.startswith(b":W&B"):
-            return "wandb"
+        for kind, mark in (("tensorboard", b"brain.Event:"), ("wandb", b":W&B")):
+            if mark in head[:64]:
+                return kind
         if head.lstrip().startswith(b"{") and b'"log_history"' in head:
             return "trainer_state"
         lines = head.split(b"\n")[:20]
@@ -48,10 +85,8 @@ def kind_of(file: Path, programs: Mapping[str, Patterns]) -> str | None:
             return "csv"
         text = "" if b"\0" in head else (head + opened.read(LONG_HEAD)).decode(errors="replace")
         for program, patterns in programs.items():
-            tried = [
-                name for name in ("step", *LOSSES) if name in patterns and _expression(patterns, name).search(text)
-            ]
-            if tried[:1] == ["step"] and len(tried) > 1:
+            names = [name for name in ("step", *LOSSES) if name in patterns]
+            if sum(_expression(patterns, name).search(text) is not None for name in names) > 1:
                 return program
     return None
 
@@ -69,19 +104,14 @@ def _objects(lines: Iterable[bytes]) -> Records:
             yield record if isinstance(record, dict) else {}
 
 
-def _json_lines(file: Path, patterns: Patterns) -> Records:
-    with open_regular(file) as lines:
-        yield from _objects(lines)
-
-
-def _trainer_state(file: Path, patterns: Patterns) -> Records:
+def _trainer_state(file: Path) -> Records:
     state = read_document(file, dict[str, Any], 1 << 30)
     yield {"max_steps": state.get("max_steps")}
     # The last record of a finished run averages the loss of all its steps.
     yield from (record for record in state["log_history"] if isinstance(record, dict) and "train_runtime" not in record)
 
 
-def _csv(file: Path, patterns: Patterns) -> Records:
+def _csv(file: Path) -> Records:
     """Read wandb's exports: of a chart (columns "RUN - KEY"), of a run's history, or of the table of runs."""
     import pandas as pd
 
@@ -94,77 +124,73 @@ def _csv(file: Path, patterns: Patterns) -> Records:
         for step, value in table[[table.columns[0], column]].dropna().itertuples(index=False):
             yield {RUN: run, "step": step, key: value}
     if not any(" - " in name for name in table):
-        run = next((name for name in table if name.lower() in ("name", "run", "run_id", "run_name")), None)
-        for row in table.to_dict("records"):  # of a table of runs without a step, each row is a whole run
-            yield {RUN: str(row[run]) if run else file.stem, **({"step": 1} if run else {}), **row}
+        names = [name for name in table if name.lower() in ("name", "run", "run_id", "run_name")]
+        for row in table.to_dict("records"):  # of a table of runs, each row is the end of a run
+            yield ({RUN: str(row[names[0]]), "step": 1} if names else {}) | row
 
 
-def _tensorboard(file: Path, patterns: Patterns) -> Records:
-    """Read event files, in which a record is its length, a checksum, its content and another checksum.
-
-    tensorboard's own loader takes 24 s for 100 MB, because it computes checksums in Python.
-    """
+def _tensorboard(file: Path) -> Records:
     try:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.util import tensor_util
     except ImportError:
         problem = f"{file} is a TensorBoard file, and tensorboard is not installed"
         raise UserError(f"{problem}; install it with pip install 'isoflop[ingest]'") from None
-    with open_regular(file) as opened:
-        while head := opened.read(12):
-            length = struct.unpack("<Q", head[:8])[0] if len(head) == 12 else LARGEST
-            content = opened.read(min(length, LARGEST) + 4)
-            if len(content) < length + 4:  # torn, or still being written
-                yield {}
-                return
-            event = _parsed(event_pb2.Event, content[:-4])
-            for value in event.summary.value if event else ():
-                if value.HasField("simple_value"):
-                    yield {"step": event.step, value.tag: value.simple_value}
-                elif value.HasField("tensor") and not value.tensor.tensor_shape.dim:
-                    yield {"step": event.step, value.tag: tensor_util.make_ndarray(value.tensor).item()}
-            if event is None:
-                yield {}
+    for event in _messages(file, event_pb2.Event, _event_records):
+        yield from [{}] if event is None else ()
+        for value in event.summary.value if event else ():
+            if value.HasField("simple_value"):
+                yield {"step": event.step, value.tag: value.simple_value}
+            elif value.HasField("tensor") and not value.tensor.tensor_shape.dim:
+                yield {"step": event.step, value.tag: tensor_util.make_ndarray(value.tensor).item()}
 
 
-def _parsed(message: Any, content: bytes) -> Any:
-    try:
-        return message.FromString(content)
-    except Exception:  # protobuf's DecodeError, from one of several places
-        return None
-
-
-def _wandb(file: Path, patterns: Patterns) -> Records:
+def _wandb(file: Path) -> Records:
     from wandb.proto import wandb_internal_pb2
 
-    for content in _wandb_records(file):
-        record = _parsed(wandb_internal_pb2.Record, content) if content else None
-        if record is None:
-            yield {}
-            continue
-        for items in (record.run.config.update, record.config.update, record.history.item):
-            if items:
-                names = [json.dumps("/".join(item.nested_key) or item.key) for item in items]
-                pairs = ",".join(f"{name}:{item.value_json}" for name, item in zip(names, items, strict=True))
-                yield next(_objects([f"{{{pairs}}}".encode()]))
+    name = file.stem
+    for record in _messages(file, wandb_internal_pb2.Record, _wandb_records):
+        yield from [{}] if record is None else ()
+        name = (record and record.run.display_name) or name
+        for items in (record.run.config.update, record.config.update, record.history.item) if record else ():
+            names = [json.dumps("/".join(item.nested_key) or item.key) for item in items]
+            pairs = ",".join(f"{key}:{item.value_json}" for key, item in zip(names, items, strict=True))
+            yield from ({RUN: name} | values for values in _objects([f"{{{pairs}}}".encode()]) if items)
 
 
-def _wandb_records(file: Path) -> Iterator[bytes]:
+def _messages(file: Path, message: Any, records: Callable[[mmap.mmap], Iterator[bytes]]) -> Iterator[Any]:
+    """Yield the messages in a file of `records`, None for a damaged one."""
+    with open_regular(file) as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for record in records(content):
+            try:
+                yield message.FromString(record) if record else None
+            except Exception:  # protobuf's DecodeError, from one of several places
+                yield None
+
+
+def _event_records(content: mmap.mmap) -> Iterator[bytes]:
+    """Yield the records of an event file: length, a checksum, the content, a checksum; an empty one at a torn end.
+
+    tensorboard's own loader takes 24 s for 100 MB, because it computes checksums in Python.
+    """
+    place = 0
+    while place < len(content):
+        start, place = place + 12, place + 16 + int.from_bytes(content[place : place + 8], "little")
+        yield content[start : place - 4] if place <= len(content) else b""
+
+
+def _wandb_records(content: mmap.mmap) -> Iterator[bytes]:
     """Yield the records of an offline run: parts of checksum, length and kind (1 whole, 2 first, 4 last) in blocks."""
-    content = file.read_bytes()
     place, parts = 7, b""  # after the header
     while place + 7 <= len(content):
         if BLOCK - place % BLOCK < 7:  # padding
             place += BLOCK - place % BLOCK
             continue
-        length, kind = struct.unpack("<HB", content[place + 4 : place + 7])
+        length, kind = struct.unpack_from("<HB", content, place + 4)
         part, place = content[place + 7 : place + 7 + length], place + 7 + length
-        if len(part) < length or kind not in (1, 2, 3, 4):
-            yield b""
-            return
-        parts = part if kind < 3 else parts + part
+        parts = part if kind in (1, 2) else parts + part
         if kind in (1, 4):
-            yield parts
+            yield parts if place <= len(content) else b""
 
 
 def _text(file: Path, patterns: Patterns) -> Records:
@@ -183,21 +209,18 @@ def _text(file: Path, patterns: Patterns) -> Records:
 
 
 def _expression(patterns: Patterns, name: str) -> re.Pattern[str]:
-    try:
+    with suppress(re.error):
         expression = re.compile(str(patterns[name]).replace("<number>", f"({NUMBER}[KMBGT]?)"))
         if expression.groups in (1, 2):
             return expression
-        problem = f"it has {expression.groups} groups"
-    except re.error as error:
-        problem = str(error)
-    raise UserError(f"{name} is {patterns[name]!r} ({problem}); it must be a regular expression with one group")
+    raise UserError(f"the pattern {name} is {patterns[name]!r}; it must be a regular expression with one group")
 
 
-READERS: dict[str, Callable[[Path, Patterns], Records]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "csv": _csv,
-    "trainer_state": _trainer_state,
-    "jsonl": _json_lines,
-    "text": _text,  # of every program
-}
+def read_records(file: Path, kind: str, patterns: Patterns) -> Records:
+    """Yield the records of a file of one kind, see `kind_of`."""
+    if kind == "jsonl":
+        with open_regular(file) as lines:
+            yield from _objects(lines)
+    else:
+        readers = {"tensorboard": _tensorboard, "wandb": _wandb, "csv": _csv, "trainer_state": _trainer_state}
+        yield from readers[kind](file) if kind in readers else _text(file, patterns)
