@@ -24,6 +24,8 @@ from ..runs.forms import JobShape, PlannedRun
 from ..runs.journal import VIEW, State
 from .table import write_curves, write_table
 
+MOST = 1e18  # parameters or tokens of a run
+MOST_ROWS = 10_000  # of a run's metrics, evenly spread, in addition to those with a held-out loss
 LAST_SHARE = 0.02  # of the steps, whose mean training loss stands for a missing held-out loss; chosen by hand
 
 
@@ -57,11 +59,9 @@ def ingest(
     for source in (source for source in sources if not source.path.resolve().is_relative_to(own)):
         for run in tried(read_runs, source, columns, tokens_per_step):
             where = f"{run.source} ({run.name})"
-            if "N_total" not in run.facts:
-                problems.append(
-                    f"{where} does not say N; give --map N=KEY, --map N=NUMBER, or a config.json next to it"
-                )
-            elif not (run.metrics["tokens"] > 0).any():
+            if not 1 <= run.facts.get("N_total", 0) < MOST:
+                problems.append(f"{where} does not say N; give --map N=KEY or N=NUMBER, or a config.json next to it")
+            elif not 1 <= run.metrics["tokens"].max() < MOST:
                 problems.append(f"{where} does not say its tokens; give --tokens-per-step or --map tokens=KEY")
             else:
                 runs.append(run)
@@ -89,7 +89,7 @@ def _write(sweep: SweepDirectory, runs: Sequence[ForeignRun]) -> None:
         read[run_id] = about | {"read": before["read"] if before | about == before else now}
     write_json(sweep.path / "plan.json", {"runs": [asdict(planned) for planned in plan.values()]})
     # The vocabulary is that of the models which `suggest` proposes.
-    config = {"grid": {"kind": "points"}, "tracker": {"kind": "none"}, "model": {"vocab_size": 256}}
+    config: dict[str, Any] = {"grid": {"kind": "points"}, "tracker": {"kind": "none"}, "model": {"vocab_size": 256}}
     write_atomic(sweep.path / "sweep.yaml", yaml.safe_dump({"command": ["isoflop", "ingest"], "config": config}))
     write_json(sweep.path / INGESTED, read)
     write_table(sweep, {})
@@ -98,11 +98,15 @@ def _write(sweep: SweepDirectory, runs: Sequence[ForeignRun]) -> None:
 
 def _write_run(sweep: SweepDirectory, run_id: str, run: ForeignRun) -> tuple[PlannedRun, list[int]]:
     """Write the files of a run. Returns its row of the plan, and its first and last step."""
+    import numpy as np
     import pandas as pd
 
     folder, facts, metrics = sweep.run(run_id).path, run.facts, run.metrics
     if before := read_json_lines(folder / "metrics.jsonl"):
         metrics = metrics.set_index("step").combine_first(pd.DataFrame(before).set_index("step")).reset_index()
+    if len(metrics) > MOST_ROWS:
+        spread = np.linspace(0, len(metrics) - 1, MOST_ROWS).round().astype(int)
+        metrics = metrics[metrics.index.isin(spread) | metrics["val_loss"].notna()].copy()
     metrics["smoothed_loss"] = metrics["train_loss"]
     lines = [{name: value for name, value in row.items() if value == value} for row in metrics.to_dict("records")]
     lines = [line | {name: int(line[name]) for name in ("step", "tokens") if name in line} for line in lines]
@@ -113,7 +117,8 @@ def _write_run(sweep: SweepDirectory, run_id: str, run: ForeignRun) -> tuple[Pla
     if not len(ends):
         ends = metrics.dropna(subset=["tokens", "train_loss"])
         ends = ends.tail(max(1, round(LAST_SHARE * len(ends))))
-    N, end, per_step = int(facts["N_total"]), ends.iloc[-1], (metrics["tokens"] / metrics["step"]).iloc[-1]
+    N, end = int(facts["N_total"]), ends.iloc[-1]
+    per_step = end["tokens"] / max(end["step"], 1)
     total = facts["D"] / per_step if "D" in facts else facts.get("total_steps", last)
     state = State("running" if last + max(interval, 0) <= total and last < total else "done")
     if "diverged" in facts:
@@ -123,7 +128,9 @@ def _write_run(sweep: SweepDirectory, run_id: str, run: ForeignRun) -> tuple[Pla
     counts = {"N_total": N, "N_non_embedding": int(facts.get("N_non_embedding", 0)), "D": D, "flops_6nd": 6.0 * N * D}
     summary = {"step": int(end["step"]), "flops": flops, "flops_exact": None, "val_loss_se": None, "seconds": 0.0}
     write_json(folder / "summary.json", counts | summary | {"val_loss": float(ends[loss].mean())})
-    modified = run.source.stat().st_mtime
+    config: dict[str, Any] = {"data": {"name": run.kind}, "optimizer": {"learning_rate": float(metrics["lr"].max())}}
+    write_atomic(folder / "config.yaml", yaml.safe_dump(config))  # what tables show; it is no RunConfig
+    modified = max(file.stat().st_mtime for file in [run.source, *run.source.glob("*")])
     write_json(folder / VIEW, asdict(state) | {"since": modified})
     (folder / HEARTBEAT).touch()
     os.utime(folder / HEARTBEAT, (modified, modified))

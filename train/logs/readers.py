@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,10 @@ def known() -> dict[str, Any]:
 
 def number(value: Any) -> float | None:
     """Return a number, also one written as "1.3B" or "1,000"; None for other values."""
-    if isinstance(value, str):
-        match = WITH_UNIT.fullmatch(value.strip())
-        return float(match[1].replace(",", "")) * UNITS[match[2]] if match else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if type(value) in (float, int):
+        return float(value)
+    match = WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
+    return float(match[1].replace(",", "")) * UNITS[match[2]] if match else None
 
 
 class Roles(dict[str, tuple[int, str] | None]):
@@ -116,7 +117,7 @@ def _csv(file: Path) -> Records:
     import pandas as pd
 
     try:
-        table = pd.read_csv(file, on_bad_lines="skip", encoding_errors="replace", low_memory=False)
+        table: Any = pd.read_csv(file, on_bad_lines="skip", encoding_errors="replace", low_memory=False)
     except ValueError as error:  # no header, say
         raise UserError(f"{file} is not a readable CSV file ({' '.join(str(error).split())})") from None
     for column in (name for name in table if " - " in name and not name.endswith(("__MIN", "__MAX", " - _step"))):
@@ -131,8 +132,8 @@ def _csv(file: Path) -> Records:
 
 def _tensorboard(file: Path) -> Records:
     try:
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.util import tensor_util
+        event_pb2 = import_module("tensorboard.compat.proto.event_pb2")
+        tensor_util = import_module("tensorboard.util.tensor_util")
     except ImportError:
         problem = f"{file} is a TensorBoard file, and tensorboard is not installed"
         raise UserError(f"{problem}; install it with pip install 'isoflop[ingest]'") from None
@@ -146,7 +147,7 @@ def _tensorboard(file: Path) -> Records:
 
 
 def _wandb(file: Path) -> Records:
-    from wandb.proto import wandb_internal_pb2
+    wandb_internal_pb2: Any = import_module("wandb.proto.wandb_internal_pb2")
 
     name = file.stem
     for record in _messages(file, wandb_internal_pb2.Record, _wandb_records):

@@ -104,7 +104,7 @@ class Series:
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.constants = {name: value for name, key in columns.items() if (value := number(key)) is not None}
         self.mapped = {name: key for name, key in columns.items() if name not in self.constants}
-        self.roles = Roles(self.mapped)
+        self.roles, self.fact_names = Roles(self.mapped), known()["facts"].keys()
         self.values: dict[str, tuple[array[float], array[float]]] = {}
         self.facts: dict[str, float] = {}
         self.damaged = self.backwards = 0
@@ -113,14 +113,16 @@ class Series:
     def add(self, record: Mapping[str, Any]) -> None:
         self.damaged += not record
         steps, numbers = [], []
-        for key, value in _flat(record):
+        is_nested = any(isinstance(value, dict) for value in record.values())
+        for key, value in _flat(record) if is_nested else record.items():
             if (role := self.roles[key]) is not None and (value := number(value)) is not None:
-                if role[1] in known()["facts"]:
-                    self.facts[role[1]] = value
-                elif role[1] != "step":
+                if role[1] != "step" and role[1] not in self.fact_names:
                     numbers.append((key, value))
                 elif math.isfinite(value):
-                    steps.append((role[0], value))
+                    if role[1] == "step":
+                        steps.append((role[0], value))
+                    else:
+                        self.facts[role[1]] = value
         if steps and numbers:
             step = min(steps)[1]
             self.backwards += step < self.last_step
@@ -155,6 +157,8 @@ class Series:
                 columns[metric] = columns[metric][columns[metric].diff() != 0]
         for metric in {*LOSSES} & {*columns}:
             column, finite = columns[metric], np.isfinite(columns[metric])
+            if not finite.any():
+                raise UserError(f"{source.path} has no finite {metric}; a run needs a loss")
             columns[metric] = column[finite]
             if not finite.all():
                 remarks.append(f"{source.path} has {counted(int((~finite).sum()), metric, f'values of {metric}')} "
@@ -177,6 +181,7 @@ class Series:
         if "flops" not in frame and "tokens" in frame and "N_total" in facts:
             frame["flops"], keys["flops"] = 6.0 * facts["N_total"] * frame["tokens"], "6ND"
         frame = frame.reindex(columns=[*METRICS, *(metric for metric in frame if metric not in METRICS)]).astype(float)
+        frame = frame.replace([np.inf, -np.inf], np.nan)
         return ForeignRun(name, source.path, source.kind, frame, facts, keys, remarks)
 
 
