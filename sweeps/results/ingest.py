@@ -33,8 +33,8 @@ def ingest(
     paths: Sequence[Path],
     folder: Path,
     columns: Mapping[str, str],
-    tokens_per_step: float | None,
-    patterns: Path | None,
+    tokens_per_step: float | None = None,
+    patterns: Path | None = None,
 ) -> list[str]:
     """Add the runs of the logs in `paths` to `folder`; the options are those of `read_runs` and `find_sources`.
 

@@ -151,7 +151,7 @@ def _wandb(file: Path) -> Records:
 
     name = file.stem
     for record in _messages(file, wandb_internal_pb2.Record, _wandb_records):
-        yield from [{}] if record is None else ()
+        yield from [{RUN: name}] if record is None else ()
         name = (record and record.run.display_name) or name
         for items in (record.run.config.update, record.config.update, record.history.item) if record else ():
             names = [json.dumps("/".join(item.nested_key) or item.key) for item in items]

@@ -113,8 +113,9 @@ class Series:
     def add(self, record: Mapping[str, Any]) -> None:
         self.damaged += not record
         steps, numbers = [], []
-        is_nested = any(isinstance(value, dict) for value in record.values())
-        for key, value in _flat(record) if is_nested else record.items():
+        for key, value in record.items():
+            if isinstance(value, dict):
+                return self.add(dict(_flat(record)))
             if (role := self.roles[key]) is not None and (value := number(value)) is not None:
                 if role[1] != "step" and role[1] not in self.fact_names:
                     numbers.append((key, value))
