@@ -275,6 +275,8 @@ def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     """Return the grid's base run, with the corpus and the tokenizer of the runs on disk."""
+    if sweep.is_ingested:  # its runs have no config
+        return base_run(config)
     runs = sweep.runs()
     if not runs:
         raise UserError(f"{sweep.path / 'plan.json'} has no runs to extend; start a new sweep")

@@ -142,7 +142,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         "budget": planned["budget"],
         "N": summary.get("N_active", summary["N_total"]),  # they differ for a mixture of experts only
         "D": summary["D"],
-        "flops": summary["flops_exact"],
+        "flops": summary.get("flops", summary["flops_exact"]),  # of an ingested run as its log counts
         "loss": summary["val_loss"],
         "loss_se": summary["val_loss_se"],
     }

@@ -35,6 +35,7 @@ OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves
 CANCEL = "cancel.json"
 HEARTBEAT = "heartbeat"
 IDENTITY = "identity.json"
+INGESTED = "ingest.json"  # of a folder with the runs of another trainer: where each was read from
 ANEW = "run the same sweep.py command again to rewrite it, or use the version that wrote it"
 # A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to write them.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -227,6 +228,11 @@ class SweepDirectory:
 
     def run(self, run_id: str) -> RunDirectory:
         return RunDirectory(self.path / "runs" / run_id)
+
+    @property
+    def is_ingested(self) -> bool:
+        """Return whether another program trained the runs, and `isoflop ingest` wrote the folder."""
+        return (self.path / INGESTED).is_file()
 
     def plan(self) -> dict[str, Any]:
         """Return plan.json, with defaults for missing fields. Raises UserError if it cannot be read."""
