@@ -52,7 +52,7 @@ class Program(AbstractContextManager["Program"]):
         self._reader.start()
 
     def __exit__(self, *error: object) -> None:
-        """End what is left of the program, and finish its log."""
+        """End the processes that still run, and finish the log."""
         if self._process.poll() is None and self._guard.stdin is not None:
             self._guard.stdin.close()  # it kills the tree
         else:

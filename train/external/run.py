@@ -143,7 +143,7 @@ def read_log(config: RunConfig, directory: Path) -> tuple[pd.DataFrame, dict[str
         for source in [] if runs and pattern is None else sources:
             try:
                 runs += read_runs(source, config.trainer.columns or {}, config.batch_tokens)
-            except (UserError, OSError) as error:  # such as of a checkpoint that is JSON too
+            except (UserError, OSError) as error:  # for instance a checkpoint that is JSON too
                 problem = re.sub(r"--map (\w+)=KEY", r"trainer.columns={\1:KEY}", str(error))
     if not runs:
         raise UserError(problem)
