@@ -2,7 +2,7 @@
 
     python docs/examples.py [--write] [PAGE ...]
 
-The commands of a page run one after the other in a temporary folder with the CSV files of docs/ and the LICENSE. In the
+The commands of a page run one after the other in a temporary folder with the CSV files of docs/, the LICENSE and examples/. In the
 shown output, `...` stands for any text, a run id for any run id, and numbers may differ by 5 %. Output with `...` is
 not rewritten.
 """
@@ -31,6 +31,7 @@ def run_page(page: Path) -> list[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         for file in [*DOCS.glob("*.csv"), DOCS.parent / "LICENSE"]:
             shutil.copy(file, folder)
+        shutil.copytree(DOCS.parent / "examples", Path(folder) / "examples")
         for block in BLOCK.findall(page.read_text(encoding="utf-8")):
             for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
                 results.append((command, shown, run(command, Path(folder))))

@@ -19,7 +19,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 LINKS = tempfile.TemporaryDirectory()  # holds a link to the checkout, named `isoflop`
 GROUPS = (
     *("model", "data", "optimizer", "schedule", "tuning", "average", "quantization", "checkpoint"),
-    *("parallel", "cluster", "evaluate", "fit", "tracker"),
+    *("parallel", "cluster", "evaluate", "fit", "tracker", "trainer"),
 )
 OF_OPTIONS = ("kind", "corpus", "tasks", "path")  # settings that make an option what it is
 WIDE = 24  # characters of a default above which it stands behind the meaning

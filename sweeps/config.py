@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from ..train.config import ANY, RunConfig, TrackerConfig, Training, drop_removed
 from ..train.config import REMOVED as OF_RUNS
 from ..train.errors import UserError
 from ..train.fields import Count, Count4, Count6, Distinct, Natural, NotNegative, Positive, Precision
+from ..train.planner.command import read_sizes
 from ..train.planner.validation import check_fields
 from .grid.base import GridConfig, grid_kinds
 from .grid.tuning import TuningConfig
@@ -142,6 +144,11 @@ def base_run(config: SweepConfig) -> RunConfig:
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(Training)}
     values["tokens"] = config.tokens or 0
     values["precision"] = config.precision or config.cluster.precision
+    if config.trainer.kind == "command":
+        config.trainer.folder = config.trainer.folder or os.getcwd()
+        config.trainer.sizes = config.trainer.sizes and read_sizes(config.trainer.sizes)  # sweep.yaml records the rows
+        values["trainer"] = dataclasses.replace(config.trainer, sizes=None)
+        values["model"] = dataclasses.replace(config.model, size=config.trainer.sizes)
     return RunConfig(**values)
 
 

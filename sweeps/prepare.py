@@ -22,7 +22,7 @@ from ..evaluate.quantization.settings import parse
 from ..train.config import RECIPE, ParallelConfig, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
 from ..train.files import read_document, read_json, write_atomic, write_json
-from .config import SweepConfig, base_run, from_mapping
+from .config import EvaluateConfig, SweepConfig, base_run, from_mapping
 from .grid.content import Texts
 from .grid.doubts import doubts
 from .grid.expand import expand_grid
@@ -62,7 +62,9 @@ def from_config(config: SweepConfig) -> Prepared:
     """Plan the sweep of a configuration, including runs that were added to its folder before."""
     assert config.sweep is not None
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
-    if config.evaluate.tasks:
+    if config.trainer.kind == "command":
+        config.evaluate = EvaluateConfig()  # none; `conduct.outcome` says so
+    elif config.evaluate.tasks:
         from ..evaluate.tasks.tasks import anchored
 
         config.evaluate.tasks = anchored(config.evaluate.tasks, print, config.evaluate.allow_code)
@@ -199,7 +201,7 @@ def resolve_runs(config: SweepConfig) -> tuple[list[RunConfig], list[str]]:
     Texts().fill(base, fixed=() if base.model.vocab_size is None else ("model.vocab_size",))
     config.tuning, remarks = read_rules(config.tuning, base)
     runs, sizes = expand_grid(config.grid, base, config.tuning), dict[tuple[str, int], int]()
-    for run in runs:
+    for run in runs if base.data.corpus != "external" else ():  # whose tokenizer is not known
         key = run.data.tokenizer, run.data.vocab_size
         if run.model.vocab_size != (size := sizes.get(key) or sizes.setdefault(key, planned_vocab_size(run.data))):
             raise UserError(
@@ -273,6 +275,8 @@ def read_rules(rules: TuningConfig, base: RunConfig) -> tuple[TuningConfig, list
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     """Return the grid's base run, with the corpus and the tokenizer of the runs on disk."""
+    if sweep.is_ingested:  # its runs have no config
+        return base_run(config)
     runs = sweep.runs()
     if not runs:
         raise UserError(f"{sweep.path / 'plan.json'} has no runs to extend; start a new sweep")

@@ -93,6 +93,7 @@ class ModelConfig:
     balance_rate: NotNegative = later(1e-3)  # step size of load-balancing biases, follows the schedule; 0: none
     balance_loss: NotNegative = later(0.0)  # weight of the load-balancing loss
     router_z_loss: NotNegative = later(0.0)  # weight of the squared log-normaliser of the router's softmax
+    size: Any = later(None)  # of an external trainer: a row of trainer.sizes; of a grid's base run: all rows
 
     @property
     def head_dim(self) -> int:
@@ -183,7 +184,7 @@ class DomainConfig:
 class DataConfig:
     """The text of a run, and how it is split."""
 
-    corpus: Annotated[str, ("stdlib", "text", "hf", "mixture")] = "stdlib"
+    corpus: Annotated[str, ("stdlib", "text", "hf", "mixture", "external")] = "stdlib"
     path: str | None = cosmetic(None)  # text: a file, a folder or a glob
     field: str = "text"  # the field of a jsonl or parquet row that holds the text
     name: str | None = None  # hf: dataset name on the Hub
@@ -402,6 +403,23 @@ class TrackerConfig:
 
 
 @dataclass
+class TrainerConfig:
+    """What trains a run: isoflop itself, or a command; see `external/`."""
+
+    kind: Annotated[str, ("isoflop", "command")] = later("isoflop")
+    command: Any = later(None)  # a text, split as a shell would, or a list of arguments; with fields in braces
+    version: str = later("")  # of the program: runs of another version are other runs
+    shell: bool = later(False)  # whether /bin/sh runs the text
+    sizes: Any = cosmetic(None)  # rows of the program's own sizes, each with N; or a YAML file of them
+    folder: str | None = cosmetic(None)  # of files that the command names; None: where the sweep is planned
+    metrics: str | None = cosmetic(None)  # glob of logs in {run}; stdout: what it prints; None: found in either
+    columns: Any = cosmetic(None)  # the program's names of metrics, by ours, such as {val_loss: eval/loss}
+    checkpoints: str = cosmetic("checkpoint*")  # glob in the program's folder; the newest is {resume}
+    silence_seconds: Positive = cosmetic(1800.0)  # without output, after which the program counts as hung
+    grace_seconds: Positive = cosmetic(20.0)  # from TERM to KILL
+
+
+@dataclass
 class Training:
     """The fields shared by a run and a sweep."""
 
@@ -414,6 +432,7 @@ class Training:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tokens: Count = 2**20  # D: tokens to train on, rounded up to whole steps
     precision: Precision = "fp32"  # of weights and activations in a step; master weights are fp32
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # weights and order of samples

@@ -33,6 +33,9 @@ class ParameterCount:
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
+    if isinstance(model.size, dict):  # as the trainer that has it states
+        N = round(model.size["N"])
+        return ParameterCount(N, round(model.size.get("N_non_embedding", N)), N, N)
     assert model.vocab_size is not None
     shape = model_shape(model)
     non_embedding = shape.in_blocks(lambda parameter: parameter.size) + shape.width
@@ -69,6 +72,8 @@ _divided = lru_cache(maxsize=256)(lambda costs, stages, head: divide(costs, stag
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Return the FLOPs of matrix products per training token: three times the forward pass."""
+    if isinstance(model.size, dict):
+        return round(model.size.get("flops_per_token", 6 * model.size["N"]))
     return 3 * (sum(block_flops(model, sequence_length)) + 2 * model_shape(model).table)
 
 

@@ -55,6 +55,14 @@ def _open(path: Path) -> SweepDirectory:
     return sweep
 
 
+def _own(sweep: SweepDirectory) -> SweepDirectory:
+    """Return a sweep of isoflop's own runs. Raises UserError for runs of another trainer."""
+    if sweep.is_ingested:
+        problem = "has runs of another trainer, which starts, stops and repairs them"
+        raise UserError(f"{sweep.path} {problem}; add further ones with `isoflop ingest`")
+    return sweep
+
+
 @app.command("tune")
 def tune_command(
     overrides: Annotated[
@@ -129,6 +137,34 @@ def status_command(
     from ..runs.directory import SweepDirectory
 
     show_status(SweepDirectory.open(sweep), watch, as_json, everything)
+
+
+@app.command("ingest")
+def ingest_command(
+    sources: Annotated[
+        list[Path], typer.Argument(help="Logs of other trainers, or folders with logs.", show_default=False)
+    ],
+    to: Annotated[Path, typer.Option(help="Folder for the runs, new or of an earlier ingest.", show_default=False)],
+    mapping: Annotated[
+        list[str] | None, typer.Option("--map", help="Keys of the log, or numbers: N=params,val_loss=eval/loss")
+    ] = None,
+    tokens_per_step: Annotated[float | None, typer.Option(min=1, help="Tokens of a step, if the log has none.")] = None,
+    patterns: Annotated[
+        Path | None, typer.Option(help="A YAML file of regular expressions by name, for other text logs.")
+    ] = None,
+) -> None:
+    """Read runs of other trainers into a folder that fit, report, forecast, compare, suggest and status take."""
+    from ..results.ingest import ingest
+
+    columns = dict[str, str]()
+    for pair in (pair for text in mapping or [] for pair in text.split(",")):
+        name, _, columns[name] = pair.partition("=")
+        if not columns[name]:
+            raise UserError(f"--map has {pair!r}; it must be NAME=KEY, such as N=params,val_loss=eval/loss")
+    for remark in ingest(sources, to, columns, tokens_per_step, patterns):
+        print(f"note: {remark}", file=sys.stderr)
+    runs = _open(to).runs()
+    print(f"{counted(len(runs), 'run')}, {sum(run.is_done() for run in runs)} done; next: isoflop report {to}")
 
 
 @app.command("forecast")
@@ -268,7 +304,7 @@ def doctor_command(
     from ..observe.doctor import examine_sweep, print_faults
     from ..runs.directory import SweepDirectory
 
-    directory = SweepDirectory.open(sweep)
+    directory = _own(SweepDirectory.open(sweep))
     faults = examine_sweep(directory, not dry_run, deep)  # a plan that cannot be read is a fault too
     lines = [fault.to_dict(directory) for fault in faults]
     show(lines, as_json, lambda _: print_faults(directory, faults))
@@ -338,7 +374,7 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int], may
     from ..execute.identity import claim
     from ..runs.membership import members
 
-    sweep = _open(path)
+    sweep = _own(_open(path))
     if not may_be_copy:
         with sweep.lock() if sweep.copied_from() is not None else contextlib.nullcontext():
             claim(sweep)

@@ -18,7 +18,7 @@ from types import FrameType
 
 from ...train.errors import UserError
 from ...train.job.environment import Ranks
-from ...train.job.failure import DISK_FULL, cause_of, describe_error
+from ...train.job.failure import DISK_FULL, RankError, cause_of, describe_error
 from ..plan import trunks
 from ..results import tracking
 from ..runs.attempts import INTERRUPTED, RETRIED, Policy
@@ -137,6 +137,7 @@ def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, policy: Pol
 def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
     """Train a run on this rank and return how it ended; errors are not raised."""
     from ...train.errors import Diverged, Stopped
+    from ...train.external.run import train_external
     from ...train.loop import train
 
     report = partial(run.log, rank=ranks.rank)
@@ -146,7 +147,10 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
         config = decided(run)
         if ranks.rank == 0 and ranks.size > 1:
             report(f"{ranks.size} ranks: {config.parallel.label}")
-        train(config, run.path, should_stop=interrupt, report=report, alive=interrupt)
+        if config.trainer.kind == "command":
+            train_external(config, run.path, interrupt, report)
+        else:
+            train(config, run.path, should_stop=interrupt, report=report, alive=interrupt)
     except Stopped as stopped:
         return interrupt.ending(str(stopped))
     except FolderGone as gone:
@@ -155,7 +159,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
         return Ending("diverged", str(diverged))
     except Exception as error:
         # The reason belongs in the run's state, with the traceback in its log; the sweep continues.
-        if not isinstance(error, UserError):
+        if not isinstance(error, UserError | RankError):
             try_log(run, traceback.format_exc(), ranks.rank)
         return failed(error, run)
     return Ending("done")

@@ -136,6 +136,7 @@ def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
 
 def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
     """Prepare and check the training text of the runs `asked` here: compute nodes may have no network."""
+    asked = [run for run in asked if prepared.by_id[run.run_id].trainer.kind != "command"]
     if not asked:
         return
     from ...train.data.mixture import HeldOutText, open_stream
@@ -263,6 +264,8 @@ def outcome(prepared: Prepared) -> int:
             print(f"run {other.run_id} replaced it, at a lower learning rate")
         else:
             code = 1
+    if prepared.config.trainer.kind == "command":
+        print("benchmarks are left out: isoflop cannot read the models of trainer=command")
     if missing:
         print(f"{counted(len(missing), 'run')} could not be scored; see {sweep.path / 'runs'}/<run>/log.txt")
     return code

@@ -81,6 +81,8 @@ def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate
 
 def well_shaped(base: ModelConfig) -> tuple[_Candidate, ...]:
     """Return (N_active, |log(depth / ideal depth)|, config) of all models near the ideal depth, by size."""
+    if isinstance(base.size, list):  # an external trainer's
+        return tuple((round(row["N"]), 0.0, dataclasses.replace(base, size=row)) for row in base.size)
     return _candidates(tuple(dataclasses.asdict(base).items()))
 
 

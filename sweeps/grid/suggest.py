@@ -147,7 +147,8 @@ def suggest_runs(
     standing = standing or fit_standing(sweep, config, target_flops)
     base = replace(prepare.resolved_base(sweep, config), tokens=0)
     present, progress, labels = list[RunConfig](), {}, {}
-    for run in membership.members(sweep):
+    # Candidates next to another trainer's runs have the shapes of isoflop's own models.
+    for run in [] if sweep.is_ingested else membership.members(sweep):
         present.append(run.config())
         progress[run.run_id] = progress_of(run, live=run.state().state in ("queued", "running"))
         labels[run.run_id] = trunk_of(present[-1])
@@ -181,7 +182,7 @@ def _affordable(
     lower = BELOW * float(min(table.flops))
     offered: list[Offer] = []
     if lower < upper:
-        highest = max(run.seed for run in market.present)
+        highest = max((run.seed for run in market.present), default=0)
         # A new seed of a size costs a separate trunk and has independent noise.
         fresh = range(highest + 1, highest + 1 + seeds)
         within = Range(lower, upper, min(ratios), max(ratios), min_steps)

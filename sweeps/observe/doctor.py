@@ -432,7 +432,7 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
         yield Fault("result", f"summary.json lacks {', '.join(absent)}", path, None, how)
     checkpoint = run.path / str(summary.get("checkpoint"))
     problem = visible_damage(checkpoint) if checkpoint.is_dir() else "it is gone"
-    if problem is not None:
+    if problem is not None and "checkpoint" in summary:  # an external program names none
         needed = evaluated and not (run.path / "eval" / f"step_{summary.get('step')}.json").exists()
         what = f"its last checkpoint cannot be used ({problem})"
         how = f"its losses remain valid; to train the run again, remove {path} and run isoflop doctor again"
@@ -451,7 +451,7 @@ def _books(run: RunDirectory) -> Iterator[Fault]:
         last = run.last_metrics().get("step", 0)
         if not (run.path / "metrics.jsonl").exists():
             lost.append("metrics.jsonl with its curve")
-        elif last + config.log_every <= config.steps:
+        elif last + config.log_every <= config.steps and config.trainer.kind != "command":
             lost.append(f"the curve after step {last} of {config.steps}")
         if lost:
             how = (

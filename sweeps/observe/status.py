@@ -368,7 +368,7 @@ def _note(row: Row) -> str:
         str(row["left_band"]): row["left_band"],
         f"waits: {row['waits']}": row["waits"],
         f"retried {row['retries']}x": row["retries"],
-        "its attempts are not recorded": row["state"] == "done" and not row["history"],
+        "its attempts are not recorded": row["state"] == "done" and row["attempt"] and not row["history"],
         "will be retried": row["again"],
         "cancel requested": row["cancel_asked"],
     }

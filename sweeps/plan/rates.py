@@ -93,6 +93,8 @@ def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int, 
 
 
 def run_kind(run: RunConfig) -> str:
+    if run.trainer.kind == "command":
+        return "command"  # no rates are kept of programs, which a user may change at any time
     batch, length = run.batch_tokens, run.data.sequence_length
     return kind_of(run.precision, run.parallel.label, batch, length, run.quantization.label)
 

@@ -164,7 +164,10 @@ def _with_overhead(run: PlannedRun) -> PlannedRun:
 
 
 def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, threads: int | None) -> PlannedRun:
-    trained = own_flops(run)
+    trained, shape = own_flops(run), job_shape(run.parallel, cluster, threads)
+    if run.trainer.kind == "command" and shape.nodes > 1:
+        needed = f"with trainer=command it must be at least {shape.ranks}, so that a run has one node"
+        raise UserError(f"cluster.ranks_per_node is {cluster.ranks_per_node}; {needed}")
     return PlannedRun(
         run_id=name,
         name=run.name or name,
@@ -175,12 +178,12 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, thr
         flops_own=trained,
         flops_optimizer=flops_optimizer(run),
         budget=run.budget,
-        **{name: getattr(run.model, name) for name in ("width", "depth", "heads")},
+        **{name: (run.model.size or vars(run.model)).get(name, 0) for name in ("width", "depth", "heads")},
         steps=run.steps,
         seed=run.seed,
         sequence_length=run.data.sequence_length,
         precision=run.precision,
-        shape=job_shape(run.parallel, cluster, threads),
+        shape=shape,
         mesh=run.parallel.label,
         estimated_seconds=trained / rate,
         parent=run.parent,

@@ -60,7 +60,7 @@ def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | Non
     named = [(run_id(run), run) for run in runs]
     for name, run in named:
         # With `epochs_of`, D decides how much of each domain a run sees, from its first step on.
-        tokens = 0 if run.data.epochs_of is None else run.tokens
+        tokens = 0 if run.data.epochs_of is None and run.trainer.kind != "command" else run.tokens
         families.setdefault(canonical_json({**identity(run), "tokens": tokens}), []).append((name, run))
     parents: dict[str, str | None] = {}
     obstacles: dict[str, list[RunConfig]] = {}  # runs that cannot branch, by reason

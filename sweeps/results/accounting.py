@@ -25,6 +25,7 @@ WORDS = {name: name for name in ("hung", "preempted", "cancelled", "diverged", "
     "lost": "job vanished",
     "disk": "disk full",
     "trunk": "trunk not there yet",
+    "program": "program failed",
     "memory": "out of memory",
     "time_limit": "time limit",
     "input": "bad input",

@@ -119,8 +119,9 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None, speedup: dict[s
         )
     if speedup and "weights_format" not in table:
         raise UserError(f"--speedup is given, but no run of {sweep.path} has a number format; leave it out")
-    costs = account(sweep)
-    write_json(sweep.path / COSTS, costs)
+    costs = None if sweep.is_ingested else account(sweep)
+    if costs is not None:
+        write_json(sweep.path / COSTS, costs)
     if (grid_results := grid_class(settings).results(sweep)) is not None:
         write_json(sweep.path / "fit" / "law.json", grid_results)
         return grid_results

@@ -9,6 +9,7 @@ import hashlib
 import math
 import statistics
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -80,20 +81,20 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
     """
     from ... import fit
 
-    under_way, last, planned = dict[str, RunConfig](), dict[str, float](), dict[str, list[float]]()
+    under_way, last, planned = list[str](), dict[str, float](), dict[str, list[float]]()
+    plan = {row["run_id"]: row for row in sweep.plan()["runs"]}
+    logged = sweep_curves(sweep) if sweep.is_ingested else None
     for run in sweep.runs():
         state = run.state().state
         summary = run.summary() if state == "done" else None
         if summary is not None and "val_loss" not in summary:
             continue
         if (summary is not None and len(last) < TEACHERS) or (state not in ("done", "planned") and run.last_metrics()):
-            config = run.config()
-            rate = config.optimizer.learning_rate
-            planned[run.run_id] = [rate * learning_rate_factor(config, step) for step in range(config.steps)]
+            planned[run.run_id] = _rates(run.config()) if logged is None else _logged_rates(logged, plan, run.run_id)
             if summary is not None:
                 last[run.run_id] = summary["val_loss"]
             else:
-                under_way[run.run_id] = config
+                under_way.append(run.run_id)
     if not under_way:
         return [], {}
     curves = sweep_curves(sweep, planned).dropna(subset=["loss"])
@@ -105,16 +106,38 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
     shift, scatter = statistics.mean(gaps), QUANTILE * statistics.stdev(gaps)
     predicted = fit.forecast_final(curves.drop(columns="val_loss"), planned, LEVEL)
     forecasts, without = [], {}
-    for run_id, config in under_way.items():
+    for run_id in under_way:
         row: Any = predicted.loc[run_id] if run_id in predicted.index else {"reason": "its last step is done"}
         if row["reason"]:
             without[run_id] = str(row["reason"])
             continue
         loss = float(row["loss"]) * math.exp(shift)
         factor = math.exp(math.hypot(math.log(row["high"] / row["loss"]), scatter))
-        N, seen = count_parameters(config.model).N_active, float(row["seen"])
-        forecasts.append(Forecast(N, config.D, loss, loss / factor, loss * factor, run_id, seen))
+        N, D = plan[run_id].get("N_active") or plan[run_id]["N_total"], plan[run_id]["D"]
+        forecasts.append(Forecast(N, D, loss, loss / factor, loss * factor, run_id, float(row["seen"])))
     return forecasts, without
+
+
+def _rates(config: RunConfig) -> list[float]:
+    return [config.optimizer.learning_rate * learning_rate_factor(config, step) for step in range(config.steps)]
+
+
+def _logged_rates(curves: Any, plan: Mapping[str, Any], run_id: str) -> list[float]:
+    """Return the logged rates of an ingested run, after its last step as in the first finished run at that share."""
+    import numpy as np
+
+    rates = {name: rows.dropna(subset=["lr"]) for name, rows in curves.groupby("run_id")}
+    steps, own = plan[run_id]["steps"], rates[run_id]
+    every = np.arange(1, steps + 1)
+    other = next(
+        (name for name in rates if len(rates[name]) and rates[name]["step"].max() >= plan[name]["steps"]), None
+    )
+    if own.empty or other is None:
+        return [0.0] * steps  # `forecast_final` says that there is no rate
+    shape = np.interp(every / steps, rates[other]["step"] / plan[other]["steps"], rates[other]["lr"])
+    later = shape / rates[other]["lr"].max() * own["lr"].max()
+    logged = np.interp(every, own["step"], own["lr"])
+    return [float(rate) for rate in np.where(every <= own["step"].max(), logged, later)]
 
 
 def latest_forecasts(sweep: SweepDirectory, now: float) -> tuple[dict[str, list[float]], dict[str, str]]:

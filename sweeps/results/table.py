@@ -142,7 +142,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         "budget": planned["budget"],
         "N": summary.get("N_active", summary["N_total"]),  # they differ for a mixture of experts only
         "D": summary["D"],
-        "flops": summary["flops_exact"],
+        "flops": summary.get("flops", summary["flops_exact"]),  # of an ingested run as its log counts
         "loss": summary["val_loss"],
         "loss_se": summary["val_loss_se"],
     }
@@ -166,7 +166,8 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
         row["recipe"] = recipe_label(steps)
     except UserError:  # a step that this version does not know
         row["recipe"] = "+".join(steps)
-    row["corpus"] = Path(str(data.get("path"))).name if data.get("corpus") == "text" else data.get("name") or "stdlib"
+    named = data.get("name") or data.get("corpus", "stdlib")
+    row["corpus"] = Path(str(data.get("path"))).name if data.get("corpus") == "text" else named
     scored_on = [data.get(name) for name in ("fingerprint", "validation_fraction", "validation_tokens")]
     if data.get("domains"):
         row["corpus"] = "mixture"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ON_NODE = (str(Cause.HUNG), str(Cause.NODE), "lost")  # the next attempt goes to another node
 # Against the budgets; trunk: a branch's trunk is not there yet.
-RETRIED = (str(Cause.KILLED), str(Cause.UNKNOWN), *ON_NODE, str(Cause.DISK), "trunk")
+RETRIED = (str(Cause.KILLED), str(Cause.UNKNOWN), *ON_NODE, str(Cause.DISK), str(Cause.PROGRAM), "trunk")
 INTERRUPTED = ("preempted", "time_limit")
 CAUSES = ("done", *INTERRUPTED, "cancelled", *RETRIED, *(str(cause) for cause in Cause if cause not in RETRIED))
 LONGEST_WAIT = 3600.0  # seconds between two attempts

@@ -25,6 +25,7 @@ import yaml
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
 from ...train.files import HALVED, read_document, read_json, write_atomic, write_json
+from ...train.planner.command import PROGRAM, newest_checkpoint
 from .forms import Identity, Metrics, PlanFile, PlannedRun, Settings, Summary
 from .journal import JOURNAL, STATES, VIEW, Event, RunRecord, State, append, read_record
 
@@ -34,6 +35,7 @@ OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves
 CANCEL = "cancel.json"
 HEARTBEAT = "heartbeat"
 IDENTITY = "identity.json"
+INGESTED = "ingest.json"  # of a folder with the runs of another trainer: where each was read from
 ANEW = "run the same sweep.py command again to rewrite it, or use the version that wrote it"
 # A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to write them.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -183,6 +185,11 @@ class RunDirectory:
 
     def newest_checkpoint(self) -> int | None:
         """Return the step of the newest checkpoint whose files have the right sizes, or None; hashes are not read."""
+        if (folder := self.path / PROGRAM).is_dir():
+            with suppress(UserError):  # of a program's checkpoint, the number in its name, or else the last logged step
+                if newest := newest_checkpoint(config := self.config(), folder):
+                    return min(newest[0] or int(self.last_metrics().get("step", 0)), config.steps)
+            return None
         folders = {step: self.path / "checkpoints" / f"step_{step}" for step in reversed(self.saved_steps())}
         return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
 
@@ -221,6 +228,11 @@ class SweepDirectory:
 
     def run(self, run_id: str) -> RunDirectory:
         return RunDirectory(self.path / "runs" / run_id)
+
+    @property
+    def is_ingested(self) -> bool:
+        """Return whether another program trained the runs, and `isoflop ingest` wrote the folder."""
+        return (self.path / INGESTED).is_file()
 
     def plan(self) -> dict[str, Any]:
         """Return plan.json, with defaults for missing fields. Raises UserError if it cannot be read."""

@@ -68,7 +68,7 @@ def summary(host: str, node: NodeRecord) -> str:
 def check_first_job(sweep: SweepDirectory, runs: Sequence[RunConfig], ranks: int) -> Iterator[str]:
     """Check this node if the sweep has no record of it, and yield lines for the user."""
     host, start, is_new = this_node(), time.monotonic(), False
-    if host in read_record(sweep).nodes:
+    if host in read_record(sweep).nodes or any(run.trainer.kind == "command" for run in runs):
         return
     kind = node_kind(runs)
     try:

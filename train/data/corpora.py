@@ -83,7 +83,22 @@ def open_corpus(config: DataConfig) -> Corpus:
         if config.max_bytes is None:
             raise UserError("data.max_bytes is null; with data.corpus=hf it must be set, because a stream has no size")
         return HubDataset(config.name, config.subset, config.split, config.revision, config.field, config.max_bytes)
+    if config.corpus == "external":
+        return External()
     raise UserError(f"data.corpus is {config.corpus!r}; it must be one of stdlib, text, hf")
+
+
+class External(Corpus):
+    """The text of an external trainer, of which nothing is known."""
+
+    def documents(self) -> Iterator[str]:
+        raise UserError("data.corpus is external, which only trainer=command takes; give data=text")
+
+    def fingerprint(self) -> str:
+        return "external"
+
+    def size_bytes(self) -> int | None:
+        return None
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def split_corpus(config: DataConfig) -> Corpus:
     """
     corpus = open_corpus(config)
     if config.fingerprint is None:
-        if config.corpus == "hf" or not _has_few_documents(corpus, config.validation_fraction):
+        if config.corpus in ("hf", "external") or not _has_few_documents(corpus, config.validation_fraction):
             return corpus
         entry = {"kind": config.corpus, "fingerprint": corpus.fingerprint()}
         for path in (cache_directory(config) / "shards").glob("*/manifest.json"):

@@ -28,6 +28,7 @@ class Cause(StrEnum):
     HUNG = "hung"  # alive, without progress
     NODE = "node"  # a node is lost, frozen, or did not start its ranks
     KILLED = "killed"  # a process ended without raising an error
+    PROGRAM = "program"  # an external program ended with an error code
     UNKNOWN = "unknown"  # the file names no cause, or one that this version does not have
 
     @classmethod

@@ -20,6 +20,7 @@ from ..model.shape import micro_batches, model_shape
 from ..optimizer.optimizer import MATRICES
 from ..optimizer.registry import OPTIMIZERS
 from ..quantization.bits import block_of
+from .command import check_command, read_sizes
 
 LARGEST = 1e30  # limit of every number: more FLOPs than any machine has, and far from an overflow
 
@@ -79,6 +80,12 @@ def validate(config: RunConfig) -> None:
     """Raise UserError if a config cannot be trained."""
     check_fields(config)
     check_mixture(config.data)
+    if config.trainer.kind == "command":
+        check_command(config)
+        read_sizes([config.model.size or {"N": 1}])
+        if config.average.kept or config.quantization.used:
+            raise UserError("average.kind and quantization.* must be none with trainer=command, which has neither")
+        return
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
         if not 1 <= step < config.steps:
@@ -171,6 +178,8 @@ def _check_points(schedule: ScheduleConfig) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
+    if model.size is not None:
+        raise UserError(f"model.size is {model.size!r}; it must be null, because trainer.kind is isoflop")
     if model.head_size is not None and model.head_size % 2:  # rotary positions turn pairs of numbers
         raise UserError(f"model.head_size is {model.head_size}; it must be even for rotary positions")
     if model.head_size is None and model.width % model.heads:
