@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
 MIN_RUNS, MIN_ITEMS = 4, 2  # a line of abilities with two degrees of freedom; two items to tell ability from difficulty
 GRID = (33, 22)  # items of different level, and of different slope; a finer grid changed no figure
-ROUNDS, STEPS, SETTLED = 8, 20, 1e-3  # most solutions of the abilities, steps of the prior in each, change that ends them
-SMOOTH = 100.0  # items that the grid's first prior counts as; chosen on simulated items
+ROUNDS, STEPS, SETTLED = (
+    8,
+    20,
+    1e-3,
+)  # most solutions of the abilities, steps of the prior in each, change that ends them
+SMOOTH = 30.0  # items that the grid's first prior counts as; chosen on simulated items
 # Right/wrong answers say little about one item: difficulties and log discriminations before any answer is seen.
 DIFFICULTIES, DISCRIMINATIONS, SPREAD = (-5.0, 6.0), (0.1, 3.0), (2.0, 0.7)
 TAILS = (np.arange(101) + 0.5) / 101  # levels of the quantiles that stand for a distribution
@@ -33,8 +37,8 @@ TAILS = (np.arange(101) + 0.5) / 101  # levels of the quantiles that stand for a
 class ItemLaw(Estimator):
     """A two-parameter item response law, which predicts the accuracy of larger runs on the same items.
 
-    After `fit`: ability_ and ability_se_ (runs,); items_, a DataFrame with difficulty (ability at which a margin is zero,
-    or half of what is not guessed is right), its 95 % interval low and high, and discrimination; constants_ of the line.
+    After `fit`: ability_ and ability_se_ (runs,); items_, a DataFrame with difficulty (the ability at which a margin is
+    zero, or half of what is not guessed is right), its 95 % interval low and high, and discrimination.
 
     Parameters
     ----------
@@ -98,7 +102,9 @@ class ItemLaw(Estimator):
             raise InputError(f"responses have shape {y.shape}; {len(x)} runs need a table (runs, items).")
         for size, least, what in ((len(y), MIN_RUNS, "run"), (y.shape[1], MIN_ITEMS, "item")):
             if size < least:
-                raise InputError(f"responses have {size} {what}{'s' * (size != 1)}; an item law needs at least {least}.")
+                raise InputError(
+                    f"responses have {size} {what}{'s' * (size != 1)}; an item law needs at least {least}."
+                )
         if not np.isfinite(y).all():
             run, item = np.argwhere(~np.isfinite(y))[0]
             raise InputError(f"run {run} has no response to item {item}; all runs must answer the same items.")
@@ -192,7 +198,7 @@ class ItemLaw(Estimator):
 
     def predict(self, at: ArrayLike) -> Array:
         """Return the accuracy at FLOPs or losses (points,)."""
-        return np.asarray(self.forecast(at)["acc"])
+        return np.asarray(self.predict_items(self.predict_ability(at)).mean(axis=1))
 
     def forecast(self, at: ArrayLike, level: float = 0.95) -> pd.DataFrame:
         """Return acc, low and high of a new run on the fitted items, at FLOPs or losses (points,)."""
@@ -202,13 +208,13 @@ class ItemLaw(Estimator):
         middle, runs = self.predict_ability(at), len(self.ability_)
         u = (self._position(at) - self._middle) / self._spread
         wide = self.constants_["scatter"] * np.sqrt(1 + (1 + u**2) / runs)  # of a new run about the line
-        p = self.predict_items(middle[:, None] + np.outer(wide, stdtrit(runs - 2, TAILS)))
-        p = p.reshape(len(u), len(TAILS), -1)
-        luck = np.sqrt((p * (1 - p)).sum(axis=2)) / p.shape[2]
-        drawn = p.mean(axis=2)[:, :, None] + luck[:, :, None] * ndtri(TAILS)
+        abilities = middle[:, None] + np.outer(wide, stdtrit(runs - 2, TAILS))
+        mean = self._right(self._level + abilities[..., None] * self._slope) @ self._weight.mean(axis=0)
+        p = self.predict_items(middle)
+        luck = np.sqrt((p * (1 - p)).sum(axis=1)) / p.shape[1]
+        drawn = mean[:, :, None] + luck[:, None, None] * ndtri(TAILS)
         low, high = np.quantile(drawn.reshape(len(u), -1), [0.5 - 0.5 * level, 0.5 + 0.5 * level], axis=1)
-        acc = p[:, len(TAILS) // 2].mean(axis=1)
-        return pd.DataFrame({"acc": acc, "low": np.maximum(low, 0.0), "high": np.minimum(high, 1.0)})
+        return pd.DataFrame({"acc": p.mean(axis=1), "low": np.maximum(low, 0.0), "high": np.minimum(high, 1.0)})
 
     def information(self, ability: ArrayLike) -> Array:
         """Return Fisher's information of each item's right or wrong answer about an ability, (abilities, items)."""
@@ -218,7 +224,7 @@ class ItemLaw(Estimator):
         return np.asarray((self._rise(argument) ** 2 / (p * (1 - p))) @ self._weight.T)
 
     def subset(self, k: int, ability: ArrayLike | None = None) -> np.ndarray:
-        """Return the names of the k items that inform most about `ability`; by default about those of the fitted runs."""
+        """Return the names of the k items that inform most about `ability`, by default about the fitted runs'."""
         self._fitted()
         if not 1 <= k <= len(self.names_):
             raise InputError(f"k is {k}; it must be from 1 to {len(self.names_)}, the number of items.")
