@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
-from isoflop.fit.downstream import downstream
 from isoflop.fit.downstream.downstream import fit_tasks, signal_to_noise
 from isoflop.fit.downstream.tasklaw import TaskLaw
 from isoflop.fit.laws.repetition import RepetitionLaw
@@ -233,30 +232,14 @@ def test_a_sound_task_is_extrapolated_to_the_optimum_of_each_budget():
     for prediction, C in zip(verdict.predictions, (1e20, 1e21), strict=True):
         optimum = law.optimal(C)
         np.testing.assert_allclose([prediction.N, prediction.D], [optimum.N[0], optimum.D[0]])
-        np.testing.assert_allclose(prediction.acc, verdict.law.predict(prediction.N, prediction.D))
         truth = accuracy(task_loss(prediction.N, prediction.D))
         assert prediction.acc_interval[0] < truth < prediction.acc_interval[1]
-        assert prediction.run_interval[0] <= prediction.acc_interval[0] < prediction.acc_interval[1]
-        assert prediction.loss_interval[0] < task_loss(prediction.N, prediction.D) < prediction.loss_interval[1]
+        np.testing.assert_allclose(prediction.acc, truth, atol=0.05)
+        assert prediction.law in ("compute", "size", "loss")
+        assert 0 < prediction.error < 0.1
         assert prediction.reason == ""
     assert json.loads(json.dumps(verdict.to_dict()))["predictions"][0]["flops"] == 1e20
     assert set(verdict.to_dict()["law"]["constants"]) == set(LAW) | set(CURVE)
-
-
-def test_the_frontier_is_that_of_the_same_resample():
-    """Runs without a score of the task are in every resample once."""
-    frame = table(good=good)
-    frame.loc[[3, 11], ["good/acc", "good/gold_bpb"]] = np.nan
-    verdict = verdicts(frame, targets=[1e21], bootstrap=60)["good"]
-    counts = np.insert(verdict.law.counts_, [3, 10], 1.0, axis=1)
-    bits = []
-    for i, row in enumerate(counts):
-        resample = np.repeat(np.arange(25), row.astype(int))
-        optimum = fit.ChinchillaLaw().fit(*(frame[k].to_numpy()[resample] for k in ("N", "D", "loss"))).optimal(1e21)
-        draw = {name: values[i] for name, values in verdict.law.draws_.items()}
-        bits.append(float(verdict.law.task_loss(draw, optimum.N[0], optimum.D[0])))
-    expected = downstream.intervals(np.array(bits), verdict.law.widened(0.95))
-    np.testing.assert_allclose(verdict.predictions[0].loss_interval, expected, rtol=1e-4)
 
 
 def test_hopeless_tasks_are_refused_with_the_reason():
@@ -310,13 +293,10 @@ def test_guessing_is_refused_whatever_the_seed():
     assert all(refused)  # 1 % would pass the first check, and none of these has enough signal
 
 
-def test_predictions_too_far_or_too_vague_are_refused():
-    near, far = verdicts(table(good=good), targets=[1e20, 1e28], bootstrap=200)["good"].predictions
+def test_predictions_too_far_are_refused():
+    near, far = verdicts(table(good=good), targets=[1e20, 1e28])["good"].predictions
     assert near.reason == ""
-    assert "below the lowest of the runs" in far.reason
-    jumpy = table(jumpy=lambda loss, rng: accuracy(loss, middle=0.6) + 0.08 * rng.standard_normal())
-    (vague,) = verdicts(jumpy, targets=[1e21], bootstrap=200)["jumpy"].predictions
-    assert vague.reason.startswith("the interval of a run, 0.")
+    assert "times that of the largest run" in far.reason
 
 
 def test_noise_is_read_from_checkpoints_then_seeds_then_items():
@@ -428,7 +408,7 @@ def test_published_tasks_are_predicted_within_their_intervals_or_refused(gadre):
         low, high = v.law.prediction_interval(larger["N"], larger["D"]).T
         measured = larger[f"{v.task}/acc"].to_numpy()
         covered += list((low <= measured) & (measured <= high))
-        precise = high - low < downstream.VAGUE * (1 - v.law.constants_["floor"])
+        precise = high - low < 0.4 * (1 - v.law.constants_["floor"])
         errors += list(np.abs(v.law.predict(larger["N"], larger["D"]) - measured)[precise])
     assert np.mean(covered) >= 0.85  # of 39 scores, which share 13 fits; 0.95 was measured
     assert np.mean(errors) <= 0.06
