@@ -49,7 +49,7 @@ def answers_of(items: Iterable[Mapping[str, Any]]) -> Answers:
             if (value := next((numbers[key] for key in keys if numbers.get(key) is not None), None)) is not None:
                 answers.setdefault(item["task"], {}).setdefault(measure, {})[item["index"]] = float(value)
         if (margin := log_margin(item)) is not None and not item.get("contaminated"):
-            answers[item["task"]].setdefault("margin", {})[item["index"]] = margin
+            answers.setdefault(item["task"], {}).setdefault("margin", {})[item["index"]] = margin
     return answers
 
 

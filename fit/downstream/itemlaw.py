@@ -118,27 +118,20 @@ class ItemLaw(Estimator):
     def _grid(self, y: Array, u: Array) -> tuple[Array, Array]:
         """Choose the items of the grid; return the scale of each item's responses and a first prior of the grid."""
         if self._binary:
-            difficulty, slope = (
-                values.ravel()
-                for values in np.meshgrid(
-                    np.linspace(*DIFFICULTIES, GRID[0]), np.geomspace(*DISCRIMINATIONS, GRID[1]), indexing="ij"
-                )
-            )
-            self._level, self._slope = -difficulty * slope, slope
-            distance = (difficulty - 0.5) / SPREAD[0], (np.log(slope) + 0.5) / SPREAD[1]
-            scale = np.ones(y.shape[1])
+            axes = [np.linspace(*DIFFICULTIES, num=GRID[0]), np.geomspace(*DISCRIMINATIONS, num=GRID[1])]
+            difficulty, self._slope = (values.ravel() for values in np.meshgrid(*axes, indexing="ij"))
+            self._level, scale = -difficulty * self._slope, np.ones(y.shape[1])
+            square = ((difficulty - 0.5) / SPREAD[0]) ** 2 + ((np.log(self._slope) + 0.5) / SPREAD[1]) ** 2
         else:
             level, slope = y.mean(axis=0), u @ y / len(u)
             noise = np.sqrt(((y - level - np.outer(u, slope)) ** 2).sum(axis=0) / (len(u) - 2))
             scale = np.maximum(noise, max(0.1 * float(np.median(noise)), 1e-6 * float(np.abs(y).max())))
-            axes, distance = [], ()
-            for values, count in ((level / scale, GRID[0]), (slope / scale, GRID[1])):
-                low, high = np.quantile(values, [0.002, 0.998])
-                axes.append(np.linspace(low - 0.3, high + 0.3, count))
-                distance += ((axes[-1] - values.mean()) / (values.std() + 0.1),)
-            self._level, self._slope = (values.ravel() for values in np.meshgrid(*axes, indexing="ij"))
-            distance = tuple(values.ravel() for values in np.meshgrid(*distance, indexing="ij"))
-        first = np.exp(-0.5 * (distance[0] ** 2 + distance[1] ** 2))
+            both = np.stack([level, slope]) / scale
+            ends = np.quantile(both, [0.002, 0.998], axis=1) + np.array([[-0.3], [0.3]])
+            axes = [np.linspace(ends[0, k], ends[1, k], GRID[k]) for k in range(2)]
+            self._level, self._slope = grid = [values.ravel() for values in np.meshgrid(*axes, indexing="ij")]
+            square = (((np.stack(grid).T - both.mean(axis=1)) / (both.std(axis=1) + 0.1)) ** 2).sum(axis=1)
+        first = np.exp(-0.5 * square)
         return scale, first / first.sum()
 
     def _likelihood(self, y: Array, ability: Array) -> Array:

@@ -94,4 +94,4 @@ def _minimise(
         if finished.all():
             break
     information = (slopes * weight[..., None]).transpose(0, 2, 1) @ slopes
-    return theta, np.linalg.inv(information + precision * identity), information
+    return theta, np.asarray(np.linalg.inv(information + precision * identity), dtype=np.float64), information
