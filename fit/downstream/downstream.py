@@ -19,7 +19,6 @@ import numpy as np
 from ..allocation.allocation import own_convention, unlimited
 from ..errors import Array, InputError, floats, positive
 from ..table import Runs, RunTable, as_table, ended, numeric
-from ..uncertainty import check_resampling, resampled_together
 from .taskforecast import forecast_tasks
 from .tasklaw import TaskLaw
 
@@ -97,8 +96,7 @@ class TaskVerdict:
         """Return all fields, without the law's data, for JSON."""
         law = None
         if self.law:
-            ci = {name: self.law.constant_interval(name) for name in self.law.names}
-            law = {"link": self.law.link, "constants": self.law.constants_, "ci": ci}
+            law = {"link": self.law.link, "constants": self.law.constants_}
         basics = {name: getattr(self, name) for name in ("task", "measure", "runs", "extrapolate", "reason")}
         signals = {name: signal and asdict(signal) for name, signal in (("score", self.score), ("loss", self.loss))}
         return basics | signals | {"law": law, "predictions": [asdict(p) for p in self.predictions]}
@@ -135,14 +133,7 @@ def task_names(table: RunTable) -> list[str]:
     return [str(name)[: -len("/acc")] for name in table.frame.columns if str(name).endswith("/acc")]
 
 
-def fit_tasks(
-    table: Runs,
-    targets: Sequence[float] = (),
-    law: Any = None,
-    bootstrap: int = 1000,
-    seed: int = 0,
-    link: str = "sigmoid",
-) -> list[TaskVerdict]:
+def fit_tasks(table: Runs, targets: Sequence[float] = (), law: Any = None, link: str = "sigmoid") -> list[TaskVerdict]:
     """Fit or refuse every task of the table, and predict it at the optimum of each target budget.
 
     Parameters
@@ -151,17 +142,14 @@ def fit_tasks(
         FLOP budgets in the law's convention; they need `law`.
     law
         A law of N and D fitted to the table's rows, which gives the optimum.
-    bootstrap
-        Resamples of runs, at least one, shared by all fits.
     link
         Curve from task loss to accuracy, see `TaskLaw`.
     """
     table = as_table(table)
-    check_resampling(bootstrap, seed)
     goals = positive("target", targets) if len(targets) else np.zeros(0)
     if len(goals) and (law is None or tuple(law.inputs) != ("N", "D") or len(law.data_["N"]) != len(table)):
         raise InputError(f"law is {law!r}; targets need a law of N and D fitted to the {len(table)} runs of the table.")
-    verdicts = [_verdict(task, table, bootstrap, seed, link) for task in task_names(table)]
+    verdicts = [_verdict(task, table, link) for task in task_names(table)]
     if not len(goals) or not any(verdict.extrapolate for verdict in verdicts):
         return verdicts
     N, D, _ = unlimited(law, law.constants_, goals, own_convention(law))
@@ -198,7 +186,7 @@ class _Scores:
     chance: float
 
 
-def _verdict(task: str, table: RunTable, bootstrap: int, seed: int, link: str) -> TaskVerdict:
+def _verdict(task: str, table: RunTable, link: str) -> TaskVerdict:
     rows = _scores(task, table)
     runs = len(rows.at)
     if runs < FEWEST:
@@ -216,7 +204,6 @@ def _verdict(task: str, table: RunTable, bootstrap: int, seed: int, link: str) -
     N[rows.final], D[rows.final] = table.N[rows.at], table.D[rows.at]
     try:
         fitted = TaskLaw(link).fit(N, D, rows.loss, rows.acc, rows.acc_se, rows.chance, rows.final)
-        fitted.bootstrap(bootstrap, resampled_together(rows.group, rows.run, fitted.law_.problem_.free), seed)
     except InputError as error:
         return TaskVerdict(task, rows.measure, runs, str(error), score, signal)
     if not fitted.converged_:

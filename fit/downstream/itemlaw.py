@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtr, ndtri, stdtrit
 
-from ..errors import Array, InputError, check_level, floats, one_of, positive
+from ..errors import Array, Column, InputError, check_level, floats, one_of, positive
 from ..laws.law import Estimator
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ ROUNDS, STEPS, SETTLED = (
     20,
     1e-3,
 )  # most solutions of the abilities, steps of the prior in each, change that ends them
-SMOOTH = 30.0  # items that the grid's first prior counts as; chosen on simulated items
+SMOOTH = 60.0  # items that the grid's first prior counts as; chosen on simulated items
 # Right/wrong answers say little about one item: difficulties and log discriminations before any answer is seen.
 DIFFICULTIES, DISCRIMINATIONS, SPREAD = (-5.0, 6.0), (0.1, 3.0), (2.0, 0.7)
 TAILS = (np.arange(101) + 0.5) / 101  # levels of the quantiles that stand for a distribution
@@ -57,7 +57,7 @@ class ItemLaw(Estimator):
         fitted = f", {len(self.ability_)} runs and {len(self.names_)} items" if self.__sklearn_is_fitted__() else ""
         return f"ItemLaw(along={self.along!r}){fitted}"
 
-    def fit(self, responses: Any, at: ArrayLike, chance: float = 0.0) -> Self:
+    def fit(self, responses: Any, at: Column = None, chance: float = 0.0) -> Self:
         """Fit to responses (runs, items) at each run's FLOPs or loss (runs,).
 
         Responses are margins: log-likelihood of the right choice minus that of the likeliest wrong one; or, if all are
@@ -93,11 +93,11 @@ class ItemLaw(Estimator):
         self.items_ = self._table(scale)
         return self
 
-    def _position(self, at: ArrayLike) -> Array:
+    def _position(self, at: Column) -> Array:
         x = positive(self.along, np.atleast_1d(floats(at)))
         return -x if self.along == "loss" else np.log(x)
 
-    def _check_responses(self, y: Array, x: Array, at: ArrayLike, chance: float) -> None:
+    def _check_responses(self, y: Array, x: Array, at: Column, chance: float) -> None:
         if y.ndim != 2 or len(y) != len(x):
             raise InputError(f"responses have shape {y.shape}; {len(x)} runs need a table (runs, items).")
         for size, least, what in ((len(y), MIN_RUNS, "run"), (y.shape[1], MIN_ITEMS, "item")):
@@ -113,7 +113,9 @@ class ItemLaw(Estimator):
         if not 0 <= chance < 1:
             raise InputError(f"chance is {chance}; it must be at least 0 and below 1.")
         if np.ptp(x) < 1e-9 * np.abs(x).max():
-            raise InputError(f"{self.along} is {np.ravel(at)[0]:g} in every run; an item law needs different values.")
+            raise InputError(
+                f"{self.along} is {np.ravel(floats(at))[0]:g} in every run; an item law needs different values."
+            )
 
     def _grid(self, y: Array, u: Array) -> tuple[Array, Array]:
         """Choose the items of the grid; return the scale of each item's responses and a first prior of the grid."""

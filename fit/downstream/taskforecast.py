@@ -59,7 +59,7 @@ def forecast_tasks(
     Returns a DataFrame with a row per task, metric ("acc", "gold_bpb") and point: task, metric, N, D, flops; value, low
     and high (the interval of a new run's score); law (the one of largest weight); error (root mean square error of the
     weighted laws on held-out larger runs); and reason. Where hold-outs allow no forecast, value, low and high are NaN,
-    and reason says why.
+    and `reason` is why.
 
     Parameters
     ----------

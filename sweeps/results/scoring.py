@@ -178,7 +178,7 @@ def forecast_scores(table: pd.DataFrame, answers: Mapping[str, Answers]) -> list
         }
         items = {task: pd.DataFrame(margins).T.dropna(axis=1) for task, margins in by_run.items()}
         ahead = fit.forecast_tasks(runs, N, compute / N / 6.0, items=items)
-    except fit.InputError:  # no task, or a table that has no law; the report says so
+    except fit.InputError:  # no task, or a table without a law
         return []
     rows: list[dict[str, Any]] = ahead.to_dict("records")  # type: ignore[assignment]
     return rows
