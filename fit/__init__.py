@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .curves.forecast import forecast_final
     from .downstream.decisions import Decisions, decision_accuracy
     from .downstream.downstream import TaskVerdict, fit_tasks, signal_to_noise
+    from .downstream.itemlaw import ItemLaw
+    from .downstream.taskforecast import forecast_tasks
     from .downstream.tasklaw import TaskLaw
     from .errors import InputError
     from .flops import FlopsPerToken

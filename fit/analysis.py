@@ -98,7 +98,7 @@ def analyze(
         backtest=backtest(table, profiles, fitted[0], goals[0], mixture.mixture if mixture else None),
         verdict=verdict(approaches, goals, table),
         conventions=by_convention(as_given, goals, quick, seed, law, own=table.flops),
-        tasks=fit_tasks(table, goals, fitted[0], quick, seed) if fitted[0] is not None and bootstrap else [],
+        tasks=fit_tasks(table, goals, fitted[0]) if fitted[0] is not None and bootstrap else [],
         resamples=bootstrap,
         seed=seed,
         recipes=laws,

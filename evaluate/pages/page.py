@@ -250,6 +250,7 @@ class Panel:
     lines: list[tuple[str, list[tuple[float, float]]]] = field(default_factory=list)
     errors: list[tuple[float, float, float]] = field(default_factory=list)
     chance: float | None = None
+    band: list[tuple[float, float, float, float]] = field(default_factory=list)  # x, forecast, low, high by rising x
 
     @property
     def size(self) -> int:
@@ -277,6 +278,16 @@ class Panel:
         """Return (CSS class of the colour, SVG path) for each line."""
         ways = ((colour, [f"{self.x(x)} {self.y(y)}" for x, y in points]) for colour, points in self.lines)
         return [(colour, "M" + "L".join(points)) for colour, points in ways]
+
+    @property
+    def forecast(self) -> tuple[str, str]:
+        """Return the SVG paths of the forecast's interval and of its line."""
+        upper, lower = (
+            [f"{self.x(point[0])} {self.y(point[side])}" for point in points]
+            for side, points in ((3, self.band), (2, self.band[::-1]))
+        )
+        line = [f"{self.x(x)} {self.y(y)}" for x, y, _, _ in self.band]
+        return f"M{'L'.join(upper + lower)}Z", f"M{'L'.join(line)}"
 
     def x(self, value: float) -> str:
         return f"{LEFT + min(max(self.x_axis.at(value), 0.0), 1.0) * (WIDTH - LEFT - RIGHT):.1f}"

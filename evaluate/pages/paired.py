@@ -48,7 +48,17 @@ def answers_of(items: Iterable[Mapping[str, Any]]) -> Answers:
         for measure, keys in MEASURES.items():
             if (value := next((numbers[key] for key in keys if numbers.get(key) is not None), None)) is not None:
                 answers.setdefault(item["task"], {}).setdefault(measure, {})[item["index"]] = float(value)
+        if (margin := log_margin(item)) is not None and not item.get("contaminated"):
+            answers.setdefault(item["task"], {}).setdefault("margin", {})[item["index"]] = margin
     return answers
+
+
+def log_margin(item: Mapping[str, Any]) -> float | None:
+    """Return the nats of an item's likeliest right choice minus those of its likeliest wrong one; None without both."""
+    right, nats = item.get("right") or [], item.get("log_probabilities") or []
+    wrong = [value for place, value in enumerate(nats) if place not in right]
+    known = right and wrong and item.get("choices") and None not in nats
+    return max(nats[place] for place in right) - max(wrong) if known else None
 
 
 def compare_tasks(answers: Mapping[Any, Answers], measure: str, choices: Sequence[Choice] = ()) -> dict[str, Paired]:

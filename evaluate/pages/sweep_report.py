@@ -30,12 +30,19 @@ Signal = Mapping[str, Paired | None]  # by measure
 Value = tuple[float, float | None]  # and its standard error
 
 
-def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, links: Mapping[str, str]) -> str:
+def sweep_page(
+    rows: Sequence[Row],
+    answers: Mapping[str, Answers],
+    title: str,
+    links: Mapping[str, str],
+    forecasts: Sequence[Row] = (),
+) -> str:
     """Return a self-contained HTML page of a sweep's scores.
 
     `rows`: one per checkpoint, with run_id, name, step, final, N, D, flops, loss, recipe (or None), `tasks` (scores by
     task) and perhaps `budget`, which groups the runs. `answers`: run_id -> the final checkpoint's score on each item.
-    `links`: run_id -> relative path of that checkpoint's page.
+    `links`: run_id -> relative path of that checkpoint's page. `forecasts`: rows of task, metric, flops, value, low and
+    high (None: no forecast), law, error and reason, by rising flops.
     """
     sweep = Sweep.of(rows)
     scored = sorted({name for row in sweep.rows for name in row["tasks"]})
@@ -52,8 +59,16 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
     lowest = sweep.lowest([place for group in sweep.budgets for place in group])
     scores = {} if lowest is None else sweep.rows[lowest]["tasks"]
     tasks = [
-        Task(name, signals[name], task_verdict(signals[name]), trend(sweep, name), _panels(sweep, name))
+        Task(
+            name,
+            signals[name],
+            task_verdict(signals[name]),
+            trend(sweep, name),
+            _panels(sweep, name, ahead),
+            _forecast(ahead),
+        )
         for name in names
+        for ahead in [[row for row in forecasts if row["task"] == name]]
     ]
     best = sweep.best_of_each()
     best_of_budget = {place for line in sweep.lines.values() for place in line}
@@ -68,6 +83,7 @@ def sweep_page(rows: Sequence[Row], answers: Mapping[str, Answers], title: str, 
         "tasks": tasks,
         "key": _key(sweep),
         "recipe_of": recipe_of,
+        "forecasts": forecasts,
         "sections": [section for section in sections if section[0] != "recipes" or sweep.recipes],
         "scores": scores,
         "above": above_chance(scores),
@@ -227,6 +243,24 @@ class Task(NamedTuple):
     verdict: str
     trend: list[float]  # bits per byte of each budget's best run
     panels: list[Panel]
+    forecast: str  # a sentence on the accuracy at the largest compute of the forecast
+
+
+LAWS = {"compute": "compute", "size": "N and D", "loss": "the loss", "items": "the items"}
+
+
+def _forecast(rows: Sequence[Row]) -> str:
+    """Return a sentence on a task's forecast at its largest compute, and on its backtest; empty without one."""
+    last = next((row for row in reversed(rows) if row["metric"] == "acc"), None)
+    if last is None:
+        return ""
+    goal = f"{compute(last['flops'])} FLOPs"
+    if last["reason"]:
+        return f"No forecast of the accuracy at {goal}: {last['reason']}"
+    return (
+        f"Forecast of the accuracy at {goal}: {number(last['value'])} [{number(last['low'])}, {number(last['high'])}]. "
+        f"The law of {LAWS[last['law']]} leads; the error on held-out larger runs was {number(last['error'])}."
+    )
 
 
 def _differing(tasks: Sequence[Task]) -> list[str]:
@@ -293,19 +327,25 @@ def _recipe_rows(
     ]
 
 
-def _panels(sweep: Sweep, task: str) -> list[Panel]:
-    views = [("flops", "FLOPs", Axis.around([row["flops"] for row in sweep.rows], log=True))]
+def _panels(sweep: Sweep, task: str, ahead: Sequence[Row]) -> list[Panel]:
+    ahead = [row for row in ahead if is_number(row["value"])]
+    reach = [row["flops"] for row in [*sweep.rows, *ahead]]
+    views = [("flops", "FLOPs", Axis.around(reach, log=True))]
     if losses := [row["loss"] for row in sweep.rows if is_number(row.get("loss"))]:
         views.append(("loss", "held-out loss", Axis.around(losses)))
     panels = (
-        _panel(sweep, task, keys, name, *view)
+        _panel(
+            sweep, task, keys, name, *view, [row for row in ahead if view[0] == "flops" and row["metric"] == keys[0]]
+        )
         for view in views
         for keys, name in ((BITS, "bits per byte"), (SCORE, "accuracy"))
     )
     return [panel for panel in panels if panel]
 
 
-def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, field: str, label: str, axis: Axis) -> Panel | None:
+def _panel(
+    sweep: Sweep, task: str, keys: Sequence[str], name: str, field: str, label: str, axis: Axis, ahead: Sequence[Row]
+) -> Panel | None:
     points = {
         place: (row[field], *scored)
         for place, row in enumerate(sweep.rows)
@@ -317,11 +357,13 @@ def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, field: str, 
     with_bars = set(points) if len(points) <= FEW else {place for line in lines.values() for place in line}
     errors = [(x, y, error) for place, (x, y, error) in points.items() if error and place in with_bars]
     heights = [y for _, y, _ in points.values()] + [y + side * 2 * error for _, y, error in errors for side in (-1, 1)]
+    heights += [row[end] for row in ahead for end in ("low", "high")]
     levels = (row["tasks"].get(task, {}).get("chance") for row in sweep.rows)
     chance = next(filter(is_number, levels), None) if keys == SCORE else None
     upright = Axis.around(heights if chance is None else [*heights, chance])
     upright.low = max(upright.low, 0.0)  # neither bits nor accuracy can be negative
     panel = Panel(f"{name} by {label}", axis, upright, label, errors=errors, chance=chance)
+    panel.band = [(row["flops"], row["value"], row["low"], row["high"]) for row in ahead]
     for place, (x, y, _) in points.items():
         group = panel.dots if sweep.rows[place].get("final", True) else panel.faint
         group.setdefault(sweep.colour(place), []).append((place, x, y))

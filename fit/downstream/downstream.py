@@ -10,7 +10,7 @@ Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Bhagia et al. 2024
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,8 +19,8 @@ import numpy as np
 from ..allocation.allocation import own_convention, unlimited
 from ..errors import Array, InputError, floats, positive
 from ..table import Runs, RunTable, as_table, ended, numeric
-from ..uncertainty import check_resampling, resampled_together
-from .tasklaw import TaskLaw, intervals
+from .taskforecast import forecast_tasks
+from .tasklaw import TaskLaw
 
 __all__ = ["SignalToNoise", "TaskLaw", "TaskPrediction", "TaskVerdict", "fit_tasks", "signal_to_noise", "task_names"]
 
@@ -29,10 +29,9 @@ FEWEST = 9  # runs: five constants plus a margin for the bootstrap
 CLEAR = 2.0  # smallest range of the scores, in units of the range that noise alone would show
 LUCK = 0.01  # significance level of a best score above chance
 MONOTONE = 0.5  # smallest rank correlation of accuracy with falling loss
-REACH = 0.5  # how far below the lowest loss a prediction may go, in units of the losses' range
-VAGUE = 0.4  # widest useful interval of a run, as a share of (1 - chance) (docs/decisions.md)
 LAST = 6  # checkpoints at the end of a run that measure noise
 ITEMS, PAIRED = "standard error of the items", "differences item by item"  # sources of noise
+NO_OPTIMUM = "the law has no finite optimum at a target."
 SKIPPED = 0.1  # share of a run's steps whose checkpoints are skipped, as in Bhagia et al. 2024
 
 
@@ -58,19 +57,18 @@ class SignalToNoise:
 
 @dataclass(frozen=True)
 class TaskPrediction:
-    """The prediction of a task at the optimum of one budget; `reason` is why it is unreliable, else empty.
+    """The forecast of a task at the optimum of one budget; `reason` is why there is none, else empty.
 
-    `run_interval` is for the score of one run.
+    acc_interval: of the score of a new run; law: the one of largest weight; error: of held-out larger runs.
     """
 
     flops: float
     N: float
     D: float
-    loss: float
-    loss_interval: tuple[float, float]
     acc: float
     acc_interval: tuple[float, float]
-    run_interval: tuple[float, float]
+    law: str
+    error: float
     reason: str = ""
 
 
@@ -98,8 +96,7 @@ class TaskVerdict:
         """Return all fields, without the law's data, for JSON."""
         law = None
         if self.law:
-            ci = {name: self.law.constant_interval(name) for name in self.law.names}
-            law = {"link": self.law.link, "constants": self.law.constants_, "ci": ci}
+            law = {"link": self.law.link, "constants": self.law.constants_}
         basics = {name: getattr(self, name) for name in ("task", "measure", "runs", "extrapolate", "reason")}
         signals = {name: signal and asdict(signal) for name, signal in (("score", self.score), ("loss", self.loss))}
         return basics | signals | {"law": law, "predictions": [asdict(p) for p in self.predictions]}
@@ -136,14 +133,7 @@ def task_names(table: RunTable) -> list[str]:
     return [str(name)[: -len("/acc")] for name in table.frame.columns if str(name).endswith("/acc")]
 
 
-def fit_tasks(
-    table: Runs,
-    targets: Sequence[float] = (),
-    law: Any = None,
-    bootstrap: int = 1000,
-    seed: int = 0,
-    link: str = "sigmoid",
-) -> list[TaskVerdict]:
+def fit_tasks(table: Runs, targets: Sequence[float] = (), law: Any = None, link: str = "sigmoid") -> list[TaskVerdict]:
     """Fit or refuse every task of the table, and predict it at the optimum of each target budget.
 
     Parameters
@@ -152,17 +142,32 @@ def fit_tasks(
         FLOP budgets in the law's convention; they need `law`.
     law
         A law of N and D fitted to the table's rows, which gives the optimum.
-    bootstrap
-        Resamples of runs, at least one, shared by all fits.
     link
         Curve from task loss to accuracy, see `TaskLaw`.
     """
     table = as_table(table)
-    check_resampling(bootstrap, seed)
     goals = positive("target", targets) if len(targets) else np.zeros(0)
     if len(goals) and (law is None or tuple(law.inputs) != ("N", "D") or len(law.data_["N"]) != len(table)):
         raise InputError(f"law is {law!r}; targets need a law of N and D fitted to the {len(table)} runs of the table.")
-    return [_verdict(task, table, goals, law, bootstrap, seed, link) for task in task_names(table)]
+    verdicts = [_verdict(task, table, link) for task in task_names(table)]
+    if not len(goals) or not any(verdict.extrapolate for verdict in verdicts):
+        return verdicts
+    N, D, _ = unlimited(law, law.constants_, goals, own_convention(law))
+    if not (np.isfinite([N, D]).all() and (np.array([N, D]) > 0).all()):
+        return [verdict if verdict.reason else replace(verdict, reason=NO_OPTIMUM) for verdict in verdicts]
+    ahead = forecast_tasks(table, N, D)
+    ahead = ahead[ahead["metric"] == "acc"].set_index("task")
+    return [
+        verdict if verdict.reason else replace(verdict, predictions=_predictions(ahead.loc[[verdict.task]], goals))
+        for verdict in verdicts
+    ]
+
+
+def _predictions(rows: Any, goals: Array) -> tuple[TaskPrediction, ...]:
+    return tuple(
+        TaskPrediction(float(C), row.N, row.D, row.value, (row.low, row.high), row.law, row.error, row.reason)
+        for C, row in zip(goals, rows.itertuples(), strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class _Scores:
     chance: float
 
 
-def _verdict(task: str, table: RunTable, goals: Array, law: Any, bootstrap: int, seed: int, link: str) -> TaskVerdict:
+def _verdict(task: str, table: RunTable, link: str) -> TaskVerdict:
     rows = _scores(task, table)
     runs = len(rows.at)
     if runs < FEWEST:
@@ -199,13 +204,11 @@ def _verdict(task: str, table: RunTable, goals: Array, law: Any, bootstrap: int,
     N[rows.final], D[rows.final] = table.N[rows.at], table.D[rows.at]
     try:
         fitted = TaskLaw(link).fit(N, D, rows.loss, rows.acc, rows.acc_se, rows.chance, rows.final)
-        fitted.bootstrap(bootstrap, resampled_together(rows.group, rows.run, fitted.law_.problem_.free), seed)
     except InputError as error:
         return TaskVerdict(task, rows.measure, runs, str(error), score, signal)
     if not fitted.converged_:
         return TaskVerdict(task, rows.measure, runs, "the fit of its law did not converge.", score, signal)
-    predictions = tuple(_predictions(fitted, rows, table, goals, law, seed)) if len(goals) else ()
-    return TaskVerdict(task, rows.measure, runs, "", score, signal, fitted, predictions)
+    return TaskVerdict(task, rows.measure, runs, "", score, signal, fitted)
 
 
 def _scores(task: str, table: RunTable) -> _Scores:
@@ -307,39 +310,4 @@ def _refusal(rows: _Scores, score: SignalToNoise) -> str:
             f"its accuracy does not follow its loss: their rank correlation is {correlation:.2f}, and at least "
             f"{MONOTONE} is needed."
         )
-    return ""
-
-
-def _predictions(
-    fitted: TaskLaw, rows: _Scores, table: RunTable, goals: Array, law: Any, seed: int
-) -> Iterator[TaskPrediction]:
-    draws, level = fitted._bootstrapped(), fitted.widened(0.95)
-    # Runs without a score of this task count once in every resample.
-    counts = np.ones((len(fitted.counts_), len(table)))
-    counts[:, rows.at] = fitted.counts_[:, rows.final]
-    frontier, spend = law.refit(counts), own_convention(law)
-    rng = np.random.default_rng(seed)
-    for C in goals:
-        N, D, _ = (float(np.ravel(v)[0]) for v in unlimited(law, law.constants_, C, spend))
-        loss = float(fitted.task_loss(fitted.constants_, N, D))
-        losses = fitted.task_loss(draws, *unlimited(law, frontier, C, spend)[:2])
-        acc, score = float(fitted.accuracy(fitted.constants_, loss)), fitted.accuracy(draws, losses)
-        bounds = [intervals(v, level) for v in (losses, score, fitted.noisy(draws, losses, rng))]
-        prediction = TaskPrediction(float(C), N, D, loss, bounds[0], acc, bounds[1], bounds[2])
-        yield replace(prediction, reason=_unreliable(prediction, rows))
-
-
-def _unreliable(p: TaskPrediction, rows: _Scores) -> str:
-    unit = "bits per byte" if rows.measure == "gold_bpb" else "nats"
-    if not (math.isfinite(p.N) and math.isfinite(p.D) and p.N > 0 and p.D > 0):
-        return "the law has no finite optimum there."
-    low, high = float(rows.loss.min()), float(rows.loss.max())
-    beyond = low - p.loss
-    if beyond > REACH * (high - low):
-        return (
-            f"its predicted loss is {p.loss:.3f} {unit}, {beyond:.3f} below the lowest of the runs; losses that span "
-            f"{high - low:.3f} allow at most {REACH * (high - low):.3f}."
-        )
-    if p.run_interval[1] - p.run_interval[0] > VAGUE * (1.0 - rows.chance):
-        return f"the interval of a run, {p.run_interval[0]:.2f} to {p.run_interval[1]:.2f}, is too wide to be useful."
     return ""

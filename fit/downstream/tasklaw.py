@@ -1,6 +1,6 @@
 """A task's accuracy in two steps: (N, D) to task loss by a law, and task loss to accuracy by a curve.
 
-Both steps are refitted on the same resamples of runs. Checkpoints are used in the second step alone.
+Checkpoints are used in the second step alone. `forecast_tasks` gives intervals, and weighs other laws too.
 
   sigmoid      acc = floor + (ceiling - floor) / (1 + exp(-slope (middle - loss)))
                Bhagia et al. 2024 (arXiv:2412.04403)
@@ -25,19 +25,12 @@ from ..solver.forms import LogSumTerms
 from ..solver.solver import Solution, solve
 from ..table import by_name
 from ..uncertainty import (
-    cluster_counts,
     excess_scatter,
-    group_labels,
-    identifiable_counts,
-    numbered,
-    percentile_interval,
-    percentile_intervals,
 )
 
 LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
 OFFSETS = np.linspace(-6.0, 4.0, 11)  # starting values of the curve's argument at the mean loss ...
 LOG_SLOPES = np.log([0.2, 0.5, 1.0, 2.0, 5.0])  # ... and of its slope per standard deviation of the loss
-FALLBACK_STARTS = 3  # of a resample, in addition to the full fit's solution
 FAR = 15.0  # bound of the curve's argument at the mean loss
 
 
@@ -45,7 +38,7 @@ class TaskLaw(Estimator):
     """A law of a task's accuracy at (N, D), through the task's loss.
 
     After `fit`: law_ (the first step), constants_ (both steps), scatter_ (tau), items_ (the benchmark's size, or None),
-    converged_. After `bootstrap`: draws_, counts_ (resamples, rows), bootstrap_.
+    converged_.
 
     Parameters
     ----------
@@ -111,7 +104,6 @@ class TaskLaw(Estimator):
         self.constants_ = self.law_.constants_ | {name: float(curve[name][0]) for name in LINKS[self.link]}
         spread = d["acc"] * (1 - d["acc"]) / np.maximum(d["se"], 1e-12) ** 2  # se^2 = acc (1 - acc) / items
         self.items_ = round(float(np.median(spread))) if acc_se is not None else None
-        self.draws_ = None
         return self
 
     def _solve_scatter(self) -> None:
@@ -129,57 +121,6 @@ class TaskLaw(Estimator):
         self._theta = solution.theta[0]
         self.converged_ = bool(solution.converged[0]) and self.law_.converged_
 
-    def refit(self, counts: ArrayLike) -> Columns:
-        """Refit with each row of `counts` (P, n) as weights. Returns all constants (P,), NaN without convergence."""
-        self._fitted()
-        counts = np.atleast_2d(floats(counts))
-        first = self.law_.refit(counts[:, self.data_["final"]])
-        second = self._curve.solve(counts * self._weight, self._theta)
-        both = first | {
-            k: np.where(second.converged, v, np.nan) for k, v in self._curve.constants(second.theta).items()
-        }
-        whole = np.isfinite(np.stack([both[name] for name in self.names])).all(axis=0)
-        return {name: np.where(whole, both[name], np.nan) for name in self.names}
-
-    def bootstrap(self, n: int = 1000, groups: ArrayLike | None = None, seed: int = 0) -> Self:
-        """Refit both steps on `n` resamples of whole `groups` (rows,), such as run ids. Returns self."""
-        self._fitted()
-        labels = numbered(group_labels(groups, len(self.data_["acc"])), *self.data_.values())
-        counts, redrawn = self.resamples(labels, n, seed)
-        constants = self.refit(counts)
-        keep = np.isfinite(constants["slope"])
-        self.groups_ = len(np.unique(labels[self.data_["final"]]))
-        self.counts_ = counts[keep]
-        self.draws_ = {name: values[keep] for name, values in constants.items()}
-        self.bootstrap_ = {"resamples": int(keep.sum()), "redrawn": redrawn, "unconverged": int((~keep).sum())}
-        return self
-
-    def widened(self, level: float) -> float:
-        """Return the level at which percentile intervals of the draws, too narrow for few runs, cover `level`.
-
-        The expanded percentile interval (Hesterberg 2014, arXiv:1411.5279), with Student's t.
-        """
-        from scipy.special import ndtr, stdtrit
-
-        freedom = max(self.groups_ - self.law_.problem_.free, 1)  # resampled runs less the constants of the first step
-        reach = np.sqrt(self.groups_ / freedom) * stdtrit(freedom, 0.5 + 0.5 * level)
-        return float(1.0 - 2.0 * ndtr(-reach))
-
-    def resamples(self, groups: np.ndarray, n: int, seed: int) -> tuple[Array, int]:
-        """Resample groups so that the first step is determined. Returns counts (n, rows) and how many were redrawn."""
-        done, p = self.data_["final"], self.law_.problem_
-        inputs = np.stack([self.data_["N"][done], self.data_["D"][done]])
-        counts, redrawn = identifiable_counts(groups[done], n, seed, inputs, np.ones(int(done.sum())), p.axes, p.free)
-        every = np.zeros((n, len(groups)))
-        place = {group: i for i, group in enumerate(groups[done])}
-        has_final = np.array([group in place for group in groups])
-        every[:, has_final] = counts[:, [place[group] for group in groups[has_final]]]
-        if not has_final.all():
-            every[:, ~has_final] = cluster_counts(groups[~has_final], n, seed + 1)
-        return every, redrawn
-
-    # Predictions.
-
     def task_loss(self, constants: Constants, N: Any, D: Any) -> Array:
         with np.errstate(over="ignore"):
             return np.asarray(self.law_.evaluate(constants, N, D))
@@ -193,32 +134,6 @@ class TaskLaw(Estimator):
         self._fitted()
         return unboxed(self.accuracy(self.constants_, self.task_loss(self.constants_, floats(N), floats(D))))
 
-    def predict_draws(self, N: ArrayLike, D: ArrayLike) -> Array:
-        draws = self._bootstrapped()
-        return self.accuracy(draws, self._loss_draws(N, D))
-
-    def _loss_draws(self, N: ArrayLike, D: ArrayLike) -> Array:
-        n, d = (floats(v)[..., None] for v in (N, D))
-        return self.task_loss(self._bootstrapped(), n, d)
-
-    def interval(self, N: ArrayLike, D: ArrayLike, level: float = 0.95) -> Any:
-        """Return the interval of the law's accuracy, (low, high) at one point or (points, 2)."""
-        return intervals(self.predict_draws(N, D), self.widened(level))
-
-    def prediction_interval(
-        self, N: ArrayLike, D: ArrayLike, level: float = 0.95, items: int | None = None, seed: int = 0
-    ) -> Any:
-        """Return the interval for a new run's score on a benchmark of `items` questions (default: that of the fit)."""
-        draws, rng = self._bootstrapped(), np.random.default_rng(seed)
-        return intervals(self.noisy(draws, self._loss_draws(N, D), rng, items), self.widened(level))
-
-    def noisy(self, constants: Constants, loss: Array, rng: np.random.Generator, items: int | None = None) -> Array:
-        luck = rng.choice(self.law_.residuals(), size=loss.shape)  # log loss of a run about the law
-        acc = self.accuracy(constants, loss * np.exp(luck))
-        acc = np.clip(acc + self.scatter_ * rng.standard_normal(loss.shape), 0.0, 1.0)
-        items = items or self.items_
-        return rng.binomial(items, acc) / items if items else acc
-
     def equation(self, say: Say) -> str:
         """Return both steps as text, with each constant written by `say(name)`."""
         first = self.law_.equation(say).split("= ", 1)[1]
@@ -227,24 +142,13 @@ class TaskLaw(Estimator):
             return f"acc = {say('floor')} + exp({u}), L = {first}"
         return f"acc = {say('floor')} + ({say('ceiling')} - {say('floor')}) / (1 + exp(-{u})), L = {first}"
 
-    def constant_interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
-        """Return the interval of a constant of either step."""
-        draws = self._bootstrapped()
-        one_of("constant", name, self.names)
-        return percentile_interval(draws[name], self.widened(level))
-
-    def say(self, name: str) -> str:
-        shown = f"{self.constants_[name]:.4g}"
-        if self.draws_ is None or np.ptp(self.draws_[name]) == 0:
-            return shown
-        low, high = self.constant_interval(name)
-        return f"{shown} [{low:.4g}, {high:.4g}]"
-
     def __repr__(self) -> str:
         if not hasattr(self, "constants_"):
             return f"TaskLaw(link={self.link!r}, ceiling={self.ceiling}, law={self.law!r})"
         state = "converged" if self.converged_ else "NOT converged"
-        return f"{self.equation(self.say)}   ({len(self.data_['acc'])} points, {state})"
+        return (
+            f"{self.equation(lambda name: f'{self.constants_[name]:.4g}')}   ({len(self.data_['acc'])} points, {state})"
+        )
 
 
 class _Curve:
@@ -265,14 +169,9 @@ class _Curve:
         offset, slope = (grid.ravel() for grid in np.meshgrid(OFFSETS, LOG_SLOPES, indexing="ij"))
         self.starts = np.stack([np.full_like(offset, floor), np.full_like(offset, roof), offset, slope], axis=1)
 
-    def solve(self, weights: Array, near: Array | None = None) -> Solution:
-        """Fit the curve for each row of weights (P, n), from all starts, or from `near` and the best few starts."""
+    def solve(self, weights: Array) -> Solution:
+        """Fit the curve for each row of weights (P, n), from all starts."""
         starts = np.broadcast_to(self.starts, (len(weights), *self.starts.shape))
-        if near is not None:
-            error = weights @ ((self.form.value(self.starts)[0] - self.acc) ** 2).T
-            best = np.argsort(error, axis=1)[:, :FALLBACK_STARTS]
-            here = np.broadcast_to(near, (len(weights), 1, 4))
-            starts = np.concatenate([here, self.starts[best]], axis=1)
         return solve(self.form, self.acc, weights, starts, self.lower, self.upper, np.inf)
 
     def constants(self, theta: Array) -> Columns:
@@ -289,10 +188,6 @@ class _Curve:
 def _shape(link: str, u: Any) -> Any:
     # 50: a huge accuracy is clipped later, infinity would spoil derivatives.
     return np.exp(np.minimum(u, 50.0)) if link == "exponential" else np.exp(-np.logaddexp(0.0, -u))
-
-
-def intervals(draws: Array, level: float) -> Any:
-    return percentile_interval(draws, level) if draws.ndim == 1 else percentile_intervals(draws, level)
 
 
 def _rows(

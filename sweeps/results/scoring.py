@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ...evaluate.pages.paired import Answers
 
 MOST = 24  # checkpoints of a sweep that get a page, because a page takes 0.1 s or more
+AHEAD, POINTS = 10.0, 16  # times the largest compute to which tasks are forecast, and at how many values of it
 ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe", "budget")
 
 
@@ -149,7 +150,38 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str
             write_atomic(page, checkpoint_page(result, items))
         if page.exists():
             links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
-    write_atomic(sweep.path / "fit" / "evaluation.html", sweep_page(rows, answers, sweep.path.name, links))
+    forecasts = plain_json(forecast_scores(table, answers))
+    write_atomic(sweep.path / "fit" / "evaluation.html", sweep_page(rows, answers, sweep.path.name, links, forecasts))
+
+
+def forecast_scores(table: pd.DataFrame, answers: Mapping[str, Answers]) -> list[dict[str, Any]]:
+    """Forecast the tasks of the base recipe along its best runs' N and D, to AHEAD times the largest compute."""
+    import numpy as np
+    import pandas as pd
+
+    from ... import fit
+    from ...fit.approaches.recipes import split
+
+    try:
+        runs = next(iter(split(fit.read_table(table)).values()))
+        profiles = runs.budget if np.isfinite(runs.budget).all() else runs.flops
+        best = [
+            rows[np.argmin(runs.loss[rows])] for rows in (np.flatnonzero(profiles == C) for C in np.unique(profiles))
+        ]
+        compute = np.geomspace(runs.flops.min(), AHEAD * runs.flops.max(), POINTS)
+        line = np.polyfit(np.log(runs.flops[best]), np.log(runs.N[best]), min(len(best) - 1, 1))
+        N = np.exp(np.polyval(line, np.log(compute)))
+        tasks = {task for of_run in answers.values() for task, measures in of_run.items() if "margin" in measures}
+        by_run = {
+            task: {run: a[task]["margin"] for run, a in answers.items() if "margin" in a.get(task, {})}
+            for task in tasks
+        }
+        items = {task: pd.DataFrame(margins).T.dropna(axis=1) for task, margins in by_run.items()}
+        ahead = fit.forecast_tasks(runs, N, compute / N / 6.0, items=items)
+    except fit.InputError:  # no task, or a table without a law
+        return []
+    rows: list[dict[str, Any]] = ahead.to_dict("records")  # type: ignore[assignment]
+    return rows
 
 
 def chosen_checkpoints(finals: list[dict[str, Any]], limit: int = MOST) -> list[dict[str, Any]]:

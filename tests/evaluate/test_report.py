@@ -401,10 +401,33 @@ def test_the_page_and_the_fit_say_one_thing_of_a_task(better: float, clear: bool
         "t/acc": acc, "t/acc_se": np.sqrt(acc * (1 - acc) / 400), "t/chance": 0.0,
         "t/acc_z": compared.z, "t/acc_z_by_luck": compared.threshold,
     })  # fmt: skip
-    (fitted,) = fit.fit_tasks(fit.read_table(table), bootstrap=10)
+    (fitted,) = fit.fit_tasks(fit.read_table(table))
     verdict = task_verdict({"acc": compared})
     assert (verdict == "accuracy") == clear == ("no two runs differ significantly" not in fitted.reason)
     assert "times their noise" not in fitted.reason
+
+
+def test_the_page_draws_forecasts_and_gives_the_reason_where_there_is_none() -> None:
+    rows = make_rows(("t", "u"))
+    largest = max(row["flops"] for row in rows)
+    about = {"metric": "acc", "law": "items", "error": 0.02, "reason": "", "low": 0.3, "value": 0.4, "high": 0.5}
+    ahead = [about | {"task": "t", "flops": largest * factor} for factor in (0.1, 1, 10)]
+    nothing = dict.fromkeys(("value", "low", "high"))
+    ahead.append(about | nothing | {"task": "u", "flops": largest, "reason": "only 5 runs have a score."})
+    page = sweep_report.sweep_page(rows, {}, "s", {}, ahead)
+    assert (
+        "FLOPs: 0.400 [0.300, 0.500]. The law of the items leads; the error on held-out larger runs was 0.020." in page
+    )
+    assert re.search("No forecast of the accuracy at .* FLOPs: only 5 runs have a score", page)
+    assert page.count('class="band"') == page.count('class="ahead"') == 1
+    assert 'class="band"' not in sweep_report.sweep_page(rows, {}, "s", {})
+
+
+def test_margins_are_those_of_uncontaminated_items() -> None:
+    item = {"task": "t", "index": 0, "choices": ["a", "b", "c"], "right": [1], "log_probabilities": [-3.0, -1.0, -2.5]}
+    items = [item, item | {"index": 1, "contaminated": True}, item | {"index": 2, "right": [0]}]
+    items += [item | {"index": 3, "log_probabilities": [-3.0, None, -2.5]}, item | {"index": 4, "right": [0, 1, 2]}]
+    assert paired.answers_of(items) == {"t": {"margin": {0: 1.5, 2: -2.0}}}
 
 
 def test_equal_answers_are_no_difference_and_too_few_are_not_compared() -> None:

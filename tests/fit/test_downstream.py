@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
-from isoflop.fit.downstream import downstream
 from isoflop.fit.downstream.downstream import fit_tasks, signal_to_noise
 from isoflop.fit.downstream.tasklaw import TaskLaw
 from isoflop.fit.laws.repetition import RepetitionLaw
@@ -92,68 +91,12 @@ def test_checkpoints_teach_the_second_step_and_not_the_first():
     )
     assert {k: alone.constants_[k] for k in LAW} == {k: both.constants_[k] for k in LAW}
     assert both.constants_["slope"] != alone.constants_["slope"]
-    runs = np.tile(np.arange(25), 2)
-    widths = [
-        np.std(law.bootstrap(200, groups=group).draws_["slope"]) for law, group in ((alone, runs[:25]), (both, runs))
-    ]
-    assert widths[1] < widths[0]
-    # A run and its checkpoints are one group, so a resample counts them equally often.
-    np.testing.assert_array_equal(both.counts_[:, :25], both.counts_[:, 25:])
-
-
-def test_a_resample_goes_through_both_steps():
-    N, D, loss, acc, se = sample(2)
-    law = TaskLaw().fit(N, D, loss, acc, se, chance=0.25).bootstrap(60)
-    assert law.bootstrap_["resamples"] == 60
-    for i in (0, 17, 41):
-        rows = np.repeat(np.arange(25), law.counts_[i].astype(int))
-        first = fit.ChinchillaLaw().fit(N[rows], D[rows], loss[rows])
-        np.testing.assert_allclose(law.draws_["alpha"][i], first.alpha_, rtol=1e-5)
-        second, _ = curve_fit(
-            lambda x, middle, slope: 0.25 + 0.75 / (1 + np.exp(-slope * (middle - x))),
-            loss[rows],
-            acc[rows],
-            p0=[0.8, 4.0],
-            sigma=1 / np.sqrt(law._weight[rows]),
-        )
-        np.testing.assert_allclose([law.draws_["middle"][i], law.draws_["slope"][i]], second, rtol=1e-4)
-    np.testing.assert_allclose(law.predict_draws(1e9, 2e10), law.predict_draws([1e9, 1e10], [2e10, 2e11])[0])
-
-
-@pytest.mark.slow
-def test_accuracies_of_a_larger_model_are_covered_at_their_rate():
-    trials, covered, run = 30, 0, 0
-    N, D = 3e9, 6e10  # fifty times the compute of the largest run
-    for seed in range(trials):
-        scatter = 0.01 * (seed % 2)
-        law = TaskLaw().fit(*sample(seed, scatter), chance=0.25).bootstrap(200, seed=seed)
-        low, high = law.interval(N, D)
-        covered += low <= accuracy(task_loss(N, D)) <= high
-        rng = np.random.default_rng(1000 + seed)
-        loss = task_loss(N, D) * np.exp(NOISE * rng.standard_normal())
-        seen, _ = score(accuracy(loss) + scatter * rng.standard_normal(), rng)
-        low, high = law.prediction_interval(N, D)
-        run += low <= seen <= high
-    # 95 % nominal: of 30, fewer than 25 is 3 sigma low.
-    assert covered >= 25
-    assert run >= 25
 
 
 def test_a_scatter_beyond_the_items_is_found():
     scatters = [TaskLaw().fit(*sample(seed, scatter=0.03), chance=0.25).scatter_ for seed in range(8)]
     np.testing.assert_allclose(np.mean(scatters), 0.03, rtol=0.2)
     assert np.median([TaskLaw().fit(*sample(seed), chance=0.25).scatter_ for seed in range(8)]) < 0.005
-
-
-def test_a_law_prints_its_intervals_and_fewer_items_widen_them():
-    law = TaskLaw().fit(*sample(5), chance=0.25).bootstrap(250)
-    assert repr(law).startswith("acc = 0.25 + (1 - 0.25) / (1 + exp(-")
-    low, high = law.constant_interval("slope")
-    assert f"[{low:.4g}, {high:.4g}]" in repr(law)
-    assert abs(law.items_ - ITEMS) <= 1
-    widths = [np.ptp(law.prediction_interval(1e8, 2e9, items=items)) for items in (100, 1000, 100_000)]
-    assert widths[0] > 1.5 * widths[1] > 1.5 * widths[2]
-    assert widths[2] >= 0.9 * np.ptp(law.interval(1e8, 2e9))
 
 
 WRONG = [
@@ -169,10 +112,7 @@ REFUSED = [
     (lambda: TaskLaw(ceiling=2), "ceiling is 2"),
     (lambda: TaskLaw(law=RepetitionLaw()), "law takes N, D, U"),
     (lambda: TaskLaw().predict(1e9, 1e10), "not fitted"),
-    (lambda: TaskLaw().fit(*sample(0)).interval(1e9, 1e10), "no intervals yet"),
-    (lambda: TaskLaw().fit(*sample(0)).bootstrap(10).constant_interval("gamma"), "constant is 'gamma'; choose one of"),
     (lambda: fit_tasks(fit.read_table(table(good=good)), [1e20]), "targets need a law of N and D"),
-    (lambda: fit_tasks(fit.read_table(table(good=good)), bootstrap=0), "bootstrap is 0"),
     (lambda: verdicts(table(good=good), [-1.0]), "target is -1"),
 ]
 
@@ -218,14 +158,14 @@ def guess(loss, rng):
     return 0.25
 
 
-def verdicts(frame, targets=(), bootstrap=30):
+def verdicts(frame, targets=()):
     runs = fit.read_table(frame)
     law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss) if len(targets) else None
-    return {v.task: v for v in fit_tasks(runs, targets, law, bootstrap)}
+    return {v.task: v for v in fit_tasks(runs, targets, law)}
 
 
 def test_a_sound_task_is_extrapolated_to_the_optimum_of_each_budget():
-    verdict = verdicts(table(good=good), targets=[1e20, 1e21], bootstrap=300)["good"]
+    verdict = verdicts(table(good=good), targets=[1e20, 1e21])["good"]
     assert verdict.extrapolate
     assert verdict.measure == "gold_bpb"
     assert verdict.runs == 25
@@ -233,30 +173,14 @@ def test_a_sound_task_is_extrapolated_to_the_optimum_of_each_budget():
     for prediction, C in zip(verdict.predictions, (1e20, 1e21), strict=True):
         optimum = law.optimal(C)
         np.testing.assert_allclose([prediction.N, prediction.D], [optimum.N[0], optimum.D[0]])
-        np.testing.assert_allclose(prediction.acc, verdict.law.predict(prediction.N, prediction.D))
         truth = accuracy(task_loss(prediction.N, prediction.D))
         assert prediction.acc_interval[0] < truth < prediction.acc_interval[1]
-        assert prediction.run_interval[0] <= prediction.acc_interval[0] < prediction.acc_interval[1]
-        assert prediction.loss_interval[0] < task_loss(prediction.N, prediction.D) < prediction.loss_interval[1]
+        np.testing.assert_allclose(prediction.acc, truth, atol=0.05)
+        assert prediction.law in ("compute", "size", "loss")
+        assert 0 < prediction.error < 0.1
         assert prediction.reason == ""
     assert json.loads(json.dumps(verdict.to_dict()))["predictions"][0]["flops"] == 1e20
     assert set(verdict.to_dict()["law"]["constants"]) == set(LAW) | set(CURVE)
-
-
-def test_the_frontier_is_that_of_the_same_resample():
-    """Runs without a score of the task are in every resample once."""
-    frame = table(good=good)
-    frame.loc[[3, 11], ["good/acc", "good/gold_bpb"]] = np.nan
-    verdict = verdicts(frame, targets=[1e21], bootstrap=60)["good"]
-    counts = np.insert(verdict.law.counts_, [3, 10], 1.0, axis=1)
-    bits = []
-    for i, row in enumerate(counts):
-        resample = np.repeat(np.arange(25), row.astype(int))
-        optimum = fit.ChinchillaLaw().fit(*(frame[k].to_numpy()[resample] for k in ("N", "D", "loss"))).optimal(1e21)
-        draw = {name: values[i] for name, values in verdict.law.draws_.items()}
-        bits.append(float(verdict.law.task_loss(draw, optimum.N[0], optimum.D[0])))
-    expected = downstream.intervals(np.array(bits), verdict.law.widened(0.95))
-    np.testing.assert_allclose(verdict.predictions[0].loss_interval, expected, rtol=1e-4)
 
 
 def test_hopeless_tasks_are_refused_with_the_reason():
@@ -310,13 +234,10 @@ def test_guessing_is_refused_whatever_the_seed():
     assert all(refused)  # 1 % would pass the first check, and none of these has enough signal
 
 
-def test_predictions_too_far_or_too_vague_are_refused():
-    near, far = verdicts(table(good=good), targets=[1e20, 1e28], bootstrap=200)["good"].predictions
+def test_predictions_too_far_are_refused():
+    near, far = verdicts(table(good=good), targets=[1e20, 1e28])["good"].predictions
     assert near.reason == ""
-    assert "below the lowest of the runs" in far.reason
-    jumpy = table(jumpy=lambda loss, rng: accuracy(loss, middle=0.6) + 0.08 * rng.standard_normal())
-    (vague,) = verdicts(jumpy, targets=[1e21], bootstrap=200)["jumpy"].predictions
-    assert vague.reason.startswith("the interval of a run, 0.")
+    assert "times that of the largest run" in far.reason
 
 
 def test_noise_is_read_from_checkpoints_then_seeds_then_items():
@@ -411,24 +332,3 @@ def test_the_published_average_error_of_held_out_runs(gadre):
     np.testing.assert_allclose(
         1 - law.accuracy(law.constants_, at), theirs[2] - theirs[0] * np.exp(-theirs[1] * at), rtol=1e-5
     )
-
-
-@pytest.mark.slow
-@pytest.mark.published
-def test_published_tasks_are_predicted_within_their_intervals_or_refused(gadre):
-    """Each of 46 tasks by itself, from runs of up to 411M parameters, against runs of 1.4B and 6.9B."""
-    small, larger = gadre[gadre["N"] < 1e9], gadre[gadre["N"] >= 1e9]
-    verdicts_of_tasks = fit_tasks(fit.read_table(small), bootstrap=250)
-    accepted = [v for v in verdicts_of_tasks if v.extrapolate]
-    refused = {v.task: v.reason for v in verdicts_of_tasks if not v.extrapolate}
-    assert {"mmlu", "winogender_mc_male", "siqa", "logi_qa"} <= set(refused)
-    assert {"lambada_openai", "piqa", "arc_easy", "hellaswag"} <= {v.task for v in accepted}
-    covered, errors = [], []
-    for v in accepted:
-        low, high = v.law.prediction_interval(larger["N"], larger["D"]).T
-        measured = larger[f"{v.task}/acc"].to_numpy()
-        covered += list((low <= measured) & (measured <= high))
-        precise = high - low < downstream.VAGUE * (1 - v.law.constants_["floor"])
-        errors += list(np.abs(v.law.predict(larger["N"], larger["D"]) - measured)[precise])
-    assert np.mean(covered) >= 0.85  # of 39 scores, which share 13 fits; 0.95 was measured
-    assert np.mean(errors) <= 0.06
