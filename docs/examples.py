@@ -2,9 +2,9 @@
 
     python docs/examples.py [--write] [PAGE ...]
 
-The commands of a page run one after the other in a temporary folder with the CSV files of docs/, the LICENSE and examples/. In the
-shown output, `...` stands for any text, a run id for any run id, and numbers may differ by 5 %. Output with `...` is
-not rewritten.
+The commands of a page run one after the other in a temporary folder with the CSV files of docs/, the LICENSE and
+examples/. In the shown output, `...` stands for any text, a run id for any run id, and numbers may differ by 5 %.
+Output with `...` is not rewritten.
 """
 
 from __future__ import annotations

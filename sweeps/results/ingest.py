@@ -83,7 +83,12 @@ def _write(sweep: SweepDirectory, runs: Sequence[ForeignRun]) -> None:
     for run in runs:
         run_id = hashlib.sha256(f"{run.source.resolve()}\0{run.name}".encode()).hexdigest()[:10]
         plan[run_id], steps = _write_run(sweep, run_id, run)
-        about = {"name": run.name, "source": str(run.source.resolve()), "reader": run.kind, "steps": steps}
+        about: dict[str, Any] = {
+            "name": run.name,
+            "source": str(run.source.resolve()),
+            "reader": run.kind,
+            "steps": steps,
+        }
         about |= {"columns": run.columns, "facts": run.facts}
         before, now = read.get(run_id, {}), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         read[run_id] = about | {"read": before["read"] if before | about == before else now}

@@ -66,8 +66,7 @@ def test_commands_read_the_folder_as_a_sweep(isoflop: Isoflop, folder: Path, tmp
     for command in ("report", "fit"):
         code, output, _ = isoflop(command, folder, "--json")
         assert (code, json.loads(output)["convention"]) == (0, "6nd")
-    assert "Megatron" not in (folder / "fit/report.html").read_text()
-    assert "n12m_r10" in (folder / "fit/report.html").read_text()
+    assert running["run_id"] in (folder / "fit/report.html").read_text()
     code, output, _ = isoflop("suggest", folder, "--budget", "1e19", "--json")
     assert (code, len(json.loads(output)["runs"]) > 0) == (0, True)
     other = tmp_path / "other"

@@ -120,7 +120,11 @@ def test_trainer_state(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = {"model_type": "llama", "intermediate_size": 128, "vocab_size": 1000, "tie_word_embeddings": False} | sizes
     (folder / "config.json").write_text(json.dumps(config))
-    run = read_one(tmp_path, tokens_per_step=512)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/trainer_state.json").write_text('{"log_history": [{"step": 1')
+    with pytest.raises(UserError, match="is damaged; give the trainer_state.json of another checkpoint"):
+        read(tmp_path / "damaged")
+    run = read_one(tmp_path / "out", tokens_per_step=512)
     block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
     assert (run.name, run.facts["N_non_embedding"], run.facts["total_steps"]) == ("out", 2 * block + 64, 100)
     assert run.facts["N_total"] == 2 * block + 64 + 2 * 1000 * 64
