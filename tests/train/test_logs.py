@@ -105,7 +105,7 @@ def test_csv_exports(tmp_path: Path) -> None:
 
 
 def test_trainer_state(tmp_path: Path) -> None:
-    """In the form of transformers' TrainerState; of several checkpoints the newest is read, beside its config.json."""
+    """In the form of transformers' TrainerState; of several checkpoints the newest is read, with its config.json."""
     history = [{"step": step, "loss": loss, "learning_rate": 1e-4, "epoch": 0.1} for step, loss in LOSS.items()]
     history += [{"step": 100, "eval_loss": 2.5}, {"step": 100, "train_loss": 9.0, "train_runtime": 3.0}]
     for step in (50, 100):
@@ -122,7 +122,7 @@ def test_trainer_state(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/trainer_state.json").write_text('{"log_history": [{"step": 1')
-    with pytest.raises(UserError, match="is damaged; give the trainer_state.json of another checkpoint"):
+    with pytest.raises(UserError, match=r"is damaged; give the trainer_state\.json of another checkpoint"):
         read(tmp_path / "damaged")
     run = read_one(tmp_path / "out", tokens_per_step=512)
     block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64

@@ -62,10 +62,9 @@ def find_sources(path: Path, patterns: Patterns | None = None) -> list[Source]:
             place = file.parent.parent / file.name if kind == "wandb" else folder if kind in GROUPED else file
             groups.setdefault((place, kind), []).append(file)
     if not groups:
-        problem = "is empty" if path.is_file() and not path.stat().st_size else "has no log that is known"
         kinds = "TensorBoard events, wandb's offline files and CSV exports, trainer_state.json, JSON lines"
-        programs = known()["programs"]
-        raise UserError(f"{path} {problem}; known are {kinds}, and text logs of {', '.join(programs)} or --patterns")
+        problem = "is empty" if path.is_file() and not path.stat().st_size else "has no log that is known"
+        raise UserError(f"{path} {problem}; known are {kinds}, and text logs of {', '.join(programs)} or by --patterns")
     sources, states = [], [place for place, kind in groups if kind == "trainer_state"]
     for (place, kind), files in groups.items():
         if kind == "tensorboard" and any(place.is_relative_to(state) for state in states):
@@ -119,11 +118,10 @@ class Series:
             if (role := self.roles[key]) is not None and (value := number(value)) is not None:
                 if role[1] != "step" and role[1] not in self.fact_names:
                     numbers.append((key, value))
+                elif math.isfinite(value) and role[1] == "step":
+                    steps.append((role[0], value))
                 elif math.isfinite(value):
-                    if role[1] == "step":
-                        steps.append((role[0], value))
-                    else:
-                        self.facts[role[1]] = value
+                    self.facts[role[1]] = value
         if steps and numbers:
             step = min(steps)[1]
             self.backwards += step < self.last_step
