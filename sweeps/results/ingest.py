@@ -116,7 +116,7 @@ def _write_run(sweep: SweepDirectory, run_id: str, run: ForeignRun) -> tuple[Pla
     N, end = int(facts["N_total"]), ends.iloc[-1]
     per_step = end["tokens"] / max(end["step"], 1)
     total = facts["D"] / per_step if "D" in facts else facts.get("total_steps", last)
-    state = State("running" if last + max(interval, 0) <= total and last < total else "done")
+    state = State("running" if last + max(0, interval) <= total and last < total else "done")
     if "diverged" in facts:
         state = State("diverged", reason=f"its loss is not finite from step {facts['diverged']:g} on")
     D = round(per_step * total if state.state == "running" else end["tokens"])

@@ -90,6 +90,9 @@ def test_commands_that_would_change_runs_refuse_them(isoflop: Isoflop, folder: P
 def test_a_growing_log_adds_what_is_new_and_loses_nothing(isoflop: Isoflop, tmp_path: Path) -> None:
     log, folder = write_log(tmp_path / "logs/a.jsonl", 60), tmp_path / "runs"
     arguments = ("ingest", tmp_path / "logs", "--to", folder, "--tokens-per-step", "1000")
+    write_log(log, 1)
+    assert isoflop(*arguments)[1].startswith("1 run, 0 done")
+    write_log(log, 60)
     assert isoflop(*arguments)[1].startswith("1 run, 0 done")
     first = files(folder)
     assert isoflop(*arguments)[0] == 0

@@ -265,6 +265,8 @@ def test_remarks_and_errors_are_one_sentence_each(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             read(path)
+    apart = [{"step": 1, "loss": 3.0}, {"step": 2, "tokens": 20}, {"step": 3, "loss": 2.0}, {"step": 4, "tokens": 40}]
+    assert read(write_lines(log, apart))[0].metrics["tokens"].tolist() == [20, 20, 30, 40]
     with pytest.raises(UserError, match=r"has no key 'evl'; give --map .*; its keys are step, loss"):
         read(log, columns={"val_loss": "evl"})
     with pytest.raises(UserError, match="--map names 'M'; the names are N, step"):

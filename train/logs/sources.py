@@ -94,6 +94,8 @@ def read_runs(
         for record in read_records(file, source.kind, source.patterns):
             name = record.pop(RUN, source.path.stem if source.path.is_file() else source.path.name)
             (runs.get(name) or runs.setdefault(name, Series(columns))).add(record)
+    if not runs:
+        raise UserError(f"{source.path} has no numbers yet; give a log with at least one step")
     return [series.to_run(name, source, tokens_per_step) for name, series in runs.items()]
 
 
@@ -170,6 +172,8 @@ class Series:
             times = counted(self.backwards, "time")
             remarks.append(f"{source.path} goes back to an earlier step {times}; the later value of a step counts")
         frame = pd.DataFrame(columns).rename_axis("step").reset_index()
+        for metric in {"tokens", "samples", "flops"} & {*columns}:  # logged at other steps than a loss, perhaps
+            frame[metric] = np.interp(frame["step"], columns[metric].index, columns[metric])
         length, batch = facts.get("sequence_length"), facts.get("global_batch_size")
         if tokens_per_step or "tokens" not in frame:
             per_step = tokens_per_step or facts.get("tokens_per_step") or (length or 0) * (batch or 0)
