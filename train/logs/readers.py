@@ -98,7 +98,7 @@ def _objects(lines: Iterable[bytes]) -> Records:
         record = None
         try:
             record = decode(line)
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: no UTF-8
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)  # reads NaN and Infinity too
         if isinstance(record, dict) or line.strip():
