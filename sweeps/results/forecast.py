@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from ...train.config import RunConfig, canonical_json
+from ...train.config import canonical_json
 from ...train.errors import UserError, counted
 from ...train.files import file_sha256, read_document, read_json, write_json
 from ...train.flops import count_parameters
@@ -90,7 +90,12 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
         if summary is not None and "val_loss" not in summary:
             continue
         if (summary is not None and len(last) < TEACHERS) or (state not in ("done", "planned") and run.last_metrics()):
-            planned[run.run_id] = _rates(run.config()) if logged is None else _logged_rates(logged, plan, run.run_id)
+            if logged is None:
+                config = run.config()
+                factors = (learning_rate_factor(config, step) for step in range(config.steps))
+                planned[run.run_id] = [config.optimizer.learning_rate * factor for factor in factors]
+            else:
+                planned[run.run_id] = _logged_rates(logged, plan, run.run_id)
             if summary is not None:
                 last[run.run_id] = summary["val_loss"]
             else:
@@ -116,10 +121,6 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
         N, D = plan[run_id].get("N_active") or plan[run_id]["N_total"], plan[run_id]["D"]
         forecasts.append(Forecast(N, D, loss, loss / factor, loss * factor, run_id, float(row["seen"])))
     return forecasts, without
-
-
-def _rates(config: RunConfig) -> list[float]:
-    return [config.optimizer.learning_rate * learning_rate_factor(config, step) for step in range(config.steps)]
 
 
 def _logged_rates(curves: Any, plan: Mapping[str, Any], run_id: str) -> list[float]:

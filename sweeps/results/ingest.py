@@ -30,21 +30,17 @@ LAST_SHARE = 0.02  # of the steps, whose mean training loss stands for a missing
 
 
 def ingest(
-    paths: Sequence[Path],
-    folder: Path,
-    columns: Mapping[str, str],
-    tokens_per_step: float | None = None,
-    patterns: Path | None = None,
+    paths: Sequence[Path], to: Path, columns: Mapping[str, str], tokens_per_step: float | None, patterns: Path | None
 ) -> list[str]:
-    """Add the runs of the logs in `paths` to `folder`; the options are those of `read_runs` and `find_sources`.
+    """Add the runs of the logs in `paths` to the folder `to`; the options are those of `read_runs` and `find_sources`.
 
     Returns remarks for the user, one for each log that cannot be read. Raises UserError if that is every log, or if
     this function did not make the folder.
     """
-    sweep, expressions = SweepDirectory(folder), read_document(patterns, dict[str, Any]) if patterns else None
-    is_empty = not folder.exists() or (folder.is_dir() and all(path.name[0] == "." for path in folder.iterdir()))
+    sweep, expressions = SweepDirectory(to), read_document(patterns, dict[str, Any]) if patterns else None
+    is_empty = not to.exists() or (to.is_dir() and all(path.name[0] == "." for path in to.iterdir()))
     if not (is_empty or sweep.is_ingested):
-        raise UserError(f"--to is {folder}, which has other content; name a new folder, or one that ingest made")
+        raise UserError(f"--to is {to}, which has other content; name a new folder, or one that ingest made")
     problems, runs = list[str](), list[ForeignRun]()
 
     def tried(read: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
@@ -55,7 +51,7 @@ def ingest(
             return []
 
     sources = [source for path in paths for source in tried(find_sources, path, expressions)]
-    own = folder.resolve()
+    own = to.resolve()
     for source in (source for source in sources if not source.path.resolve().is_relative_to(own)):
         for run in tried(read_runs, source, columns, tokens_per_step):
             where = f"{run.source} ({run.name})"
@@ -67,7 +63,7 @@ def ingest(
                 runs.append(run)
     if not runs:
         more = f" ({counted(len(problems) - 1, 'more log')} cannot be read either)" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0] if problems else f'there is no log outside of {folder}'}{more}")
+        raise UserError(f"{problems[0] if problems else f'there is no log outside of {to}'}{more}")
     with sweep.lock():
         _write(sweep, runs)
     if trained := sum(run.metrics["val_loss"].isna().all() for run in runs):
@@ -83,8 +79,8 @@ def _write(sweep: SweepDirectory, runs: Sequence[ForeignRun]) -> None:
     for run in runs:
         run_id = hashlib.sha256(f"{run.source.resolve()}\0{run.name}".encode()).hexdigest()[:10]
         plan[run_id], steps = _write_run(sweep, run_id, run)
-        about = {"name": run.name, "source": str(run.source.resolve()), "reader": run.kind, "steps": steps}
-        about |= {"columns": run.columns, "facts": run.facts}
+        about: dict[str, Any] = {"name": run.name, "source": str(run.source.resolve()), "reader": run.kind}
+        about |= {"steps": steps, "columns": run.columns, "facts": run.facts}
         before, now = read.get(run_id, {}), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         read[run_id] = about | {"read": before["read"] if before | about == before else now}
     write_json(sweep.path / "plan.json", {"runs": [asdict(planned) for planned in plan.values()]})
@@ -120,7 +116,7 @@ def _write_run(sweep: SweepDirectory, run_id: str, run: ForeignRun) -> tuple[Pla
     N, end = int(facts["N_total"]), ends.iloc[-1]
     per_step = end["tokens"] / max(end["step"], 1)
     total = facts["D"] / per_step if "D" in facts else facts.get("total_steps", last)
-    state = State("running" if last + max(interval, 0) <= total and last < total else "done")
+    state = State("running" if last + max(0, interval) <= total and last < total else "done")
     if "diverged" in facts:
         state = State("diverged", reason=f"its loss is not finite from step {facts['diverged']:g} on")
     D = round(per_step * total if state.state == "running" else end["tokens"])

@@ -79,8 +79,10 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.kind, result.name, result.facts["N_total"]) == ("wandb", "wide", N)
     assert result.columns["tokens"] == "consumed_samples * 8"
     (file,) = tmp_path.rglob("*.wandb")
-    file.write_bytes(file.read_bytes()[: 70_000 + (file.stat().st_size - 70_000) // 2])
-    assert 0 < len(read(tmp_path)[0].metrics) < 10
+    file.write_bytes(file.read_bytes().rpartition(b"consumed_samples")[0])
+    (torn,) = read(tmp_path)
+    assert len(torn.metrics) > 5
+    assert torn.remarks == [f"{file} has 1 damaged record, left out"]
 
 
 def test_csv_exports(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_csv_exports(tmp_path: Path) -> None:
 
 
 def test_trainer_state(tmp_path: Path) -> None:
-    """In the form of transformers' TrainerState; of several checkpoints the newest is read, beside its config.json."""
+    """In the form of transformers' TrainerState; of several checkpoints the newest is read, with its config.json."""
     history = [{"step": step, "loss": loss, "learning_rate": 1e-4, "epoch": 0.1} for step, loss in LOSS.items()]
     history += [{"step": 100, "eval_loss": 2.5}, {"step": 100, "train_loss": 9.0, "train_runtime": 3.0}]
     for step in (50, 100):
@@ -120,7 +122,11 @@ def test_trainer_state(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = {"model_type": "llama", "intermediate_size": 128, "vocab_size": 1000, "tie_word_embeddings": False} | sizes
     (folder / "config.json").write_text(json.dumps(config))
-    run = read_one(tmp_path, tokens_per_step=512)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/trainer_state.json").write_text('{"log_history": [{"step": 1')
+    with pytest.raises(UserError, match=r"is damaged; give the trainer_state\.json of another checkpoint"):
+        read(tmp_path / "damaged")
+    run = read_one(tmp_path / "out", tokens_per_step=512)
     block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
     assert (run.name, run.facts["N_non_embedding"], run.facts["total_steps"]) == ("out", 2 * block + 64, 100)
     assert run.facts["N_total"] == 2 * block + 64 + 2 * 1000 * 64
@@ -232,7 +238,8 @@ def test_torn_shuffled_and_doubled_lines_change_nothing_else(tmp_path: Path, kin
         noise = [torn[: rng.randint(0, 25 if kind == "megatron" else len(torn) - 1)], "\x00\xff garbage", "{", "[1]"]
         mixed = [lines[i] for i in kept] + rng.choices([lines[i] for i in kept], k=3) + rng.choices(noise[::1], k=2)
         rng.shuffle(mixed)
-        path.write_text("\n".join([lines[kept[0]], *mixed]).replace("\x00", ""))
+        content = "\n".join([lines[kept[0]], *mixed]).replace("\x00", "")
+        path.write_bytes(content.encode("latin-1"))  # garbage that is no UTF-8
         (run,) = read(path)
         assert run.metrics["step"].tolist() == [10 * (i + 1) for i in sorted(kept)]
         assert run.metrics["train_loss"].tolist() == pytest.approx([LOSS[10 * (i + 1)] for i in sorted(kept)], rel=1e-5)
@@ -261,6 +268,8 @@ def test_remarks_and_errors_are_one_sentence_each(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             read(path)
+    apart = [{"step": 1, "loss": 3.0}, {"step": 2, "tokens": 20}, {"step": 3, "loss": 2.0}, {"step": 4, "tokens": 40}]
+    assert read(write_lines(log, apart))[0].metrics["tokens"].tolist() == [20, 20, 30, 40]
     with pytest.raises(UserError, match=r"has no key 'evl'; give --map .*; its keys are step, loss"):
         read(log, columns={"val_loss": "evl"})
     with pytest.raises(UserError, match="--map names 'M'; the names are N, step"):

@@ -98,7 +98,7 @@ def _objects(lines: Iterable[bytes]) -> Records:
         record = None
         try:
             record = decode(line)
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: no UTF-8
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)  # reads NaN and Infinity too
         if isinstance(record, dict) or line.strip():
@@ -106,10 +106,13 @@ def _objects(lines: Iterable[bytes]) -> Records:
 
 
 def _trainer_state(file: Path) -> Records:
-    state = read_document(file, dict[str, Any], 1 << 30)
-    yield {"max_steps": state.get("max_steps")}
+    try:
+        state = json.loads(file.read_bytes())  # it may hold NaN
+        records = [record for record in state["log_history"] if isinstance(record, dict)]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{file} is damaged; give the trainer_state.json of another checkpoint") from None
     # The last record of a finished run averages the loss of all its steps.
-    yield from (record for record in state["log_history"] if isinstance(record, dict) and "train_runtime" not in record)
+    yield from ({"max_steps": state.get("max_steps")}, *(record for record in records if "train_runtime" not in record))
 
 
 def _csv(file: Path) -> Records:
@@ -127,7 +130,8 @@ def _csv(file: Path) -> Records:
     if not any(" - " in name for name in table):
         names = [name for name in table if name.lower() in ("name", "run", "run_id", "run_name")]
         for row in table.to_dict("records"):  # of a table of runs, each row is the end of a run
-            yield ({RUN: str(row[names[0]]), "step": 1} if names else {}) | row
+            present = {name: value for name, value in row.items() if value == value}
+            yield ({RUN: str(row[names[0]]), "step": 1} if names else {}) | present
 
 
 def _tensorboard(file: Path) -> Records:

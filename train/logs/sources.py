@@ -62,10 +62,9 @@ def find_sources(path: Path, patterns: Patterns | None = None) -> list[Source]:
             place = file.parent.parent / file.name if kind == "wandb" else folder if kind in GROUPED else file
             groups.setdefault((place, kind), []).append(file)
     if not groups:
-        problem = "is empty" if path.is_file() and not path.stat().st_size else "has no log that is known"
         kinds = "TensorBoard events, wandb's offline files and CSV exports, trainer_state.json, JSON lines"
-        programs = known()["programs"]
-        raise UserError(f"{path} {problem}; known are {kinds}, and text logs of {', '.join(programs)} or --patterns")
+        problem = "is empty" if path.is_file() and not path.stat().st_size else "has no log that is known"
+        raise UserError(f"{path} {problem}; known are {kinds}, and text logs of {', '.join(programs)} or by --patterns")
     sources, states = [], [place for place, kind in groups if kind == "trainer_state"]
     for (place, kind), files in groups.items():
         if kind == "tensorboard" and any(place.is_relative_to(state) for state in states):
@@ -95,6 +94,8 @@ def read_runs(
         for record in read_records(file, source.kind, source.patterns):
             name = record.pop(RUN, source.path.stem if source.path.is_file() else source.path.name)
             (runs.get(name) or runs.setdefault(name, Series(columns))).add(record)
+    if not runs:
+        raise UserError(f"{source.path} has no numbers yet; give a log with at least one step")
     return [series.to_run(name, source, tokens_per_step) for name, series in runs.items()]
 
 
@@ -119,11 +120,10 @@ class Series:
             if (role := self.roles[key]) is not None and (value := number(value)) is not None:
                 if role[1] != "step" and role[1] not in self.fact_names:
                     numbers.append((key, value))
+                elif math.isfinite(value) and role[1] == "step":
+                    steps.append((role[0], value))
                 elif math.isfinite(value):
-                    if role[1] == "step":
-                        steps.append((role[0], value))
-                    else:
-                        self.facts[role[1]] = value
+                    self.facts[role[1]] = value
         if steps and numbers:
             step = min(steps)[1]
             self.backwards += step < self.last_step
@@ -172,6 +172,8 @@ class Series:
             times = counted(self.backwards, "time")
             remarks.append(f"{source.path} goes back to an earlier step {times}; the later value of a step counts")
         frame = pd.DataFrame(columns).rename_axis("step").reset_index()
+        for metric in {"tokens", "samples", "flops"} & {*columns}:  # logged at other steps than a loss, perhaps
+            frame[metric] = np.interp(frame["step"], columns[metric].index, columns[metric])
         length, batch = facts.get("sequence_length"), facts.get("global_batch_size")
         if tokens_per_step or "tokens" not in frame:
             per_step = tokens_per_step or facts.get("tokens_per_step") or (length or 0) * (batch or 0)
