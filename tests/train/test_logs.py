@@ -75,6 +75,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step, loss in LOSS.items():
         run.log({"global_step": step, "train": {"loss": loss}, "val/loss": loss + 1, "consumed_samples": step})
     run.finish()
+    wandb.teardown()  # its service writes the file, on a busy machine after `finish`
     result = read_one(tmp_path)
     assert (result.kind, result.name, result.facts["N_total"]) == ("wandb", "wide", N)
     assert result.columns["tokens"] == "consumed_samples * 8"
