@@ -103,8 +103,9 @@ def move_aside(path: Path) -> Path:
     return aside
 
 
-def is_whole(old: dict[str, Any]) -> bool:
-    tasks = old.get("tasks")
+def is_whole(scores_file: dict[str, Any]) -> bool:
+    """Return whether a file of scores has the fields that readers need, in every task."""
+    tasks = scores_file.get("tasks")
     return isinstance(tasks, dict) and all(
         isinstance(scores, dict)
         and isinstance(scores.get("subset"), dict)
