@@ -28,10 +28,11 @@ from ..train.job.control import run_on_ranks
 from ..train.parallel.mesh import Mesh
 from .harness import ALONE, CheckpointLM, TokenCache, answer_task
 from .inference.generate import decode_speed
+from .items import as_dicts
 from .metrics import task_scores
 from .quantization.quantize import quantized_loss
 from .quantization.settings import Quantization
-from .records import SETTINGS, Record, as_dicts, only_one
+from .records import SETTINGS, Record, only_one
 from .tasks.suite import Suite, SuiteTask, expand, quiet, suite_names
 from .tasks.tasks import Report
 

@@ -2,9 +2,8 @@
 
 Only the first of several ranks reads and writes.
 
-- An item is the question, the right answer and the model's answer, from lm-eval's samples. Its prompt is the common
-  beginning of its contexts; the rest belongs to the choices (WinoGrande). The file is gzipped JSON lines, each task a
-  separate member.
+- An item is made of lm-eval's samples. Its prompt is the common beginning of its contexts; the rest belongs to the
+  choices (WinoGrande). `items.py` has the file of items.
 - The file of answers starts with what they depend on (checkpoint, precision, our scoring, lm-eval). They are keyed by a
   hash of the request, and flushed after every batch.
 """
@@ -12,14 +11,11 @@ Only the first of several ranks reads and writes.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
 import json
-import math
 import os
 import time
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +25,11 @@ from ..train.errors import UserError
 from ..train.files import JsonLines, plain_value, read_json, read_json_lines, write_atomic, write_json
 from ..train.job.control import run_on_ranks
 from ..train.parallel.mesh import Mesh
+from .items import is_whole, items_path, move_aside, pack_items, read_items
 from .metrics import ItemResult, suite_scores
 from .tasks.suite import Suite, SuiteTask
 
-LONGEST = 4000  # characters of a text that are kept
-CUT = " … "
 Arguments = set[tuple[Any, ...]]
-Items = list[dict[str, Any]]
-WEIGHTS = ("checkpoint_sha256", "average")  # which weights were scored
 Report = Callable[[str], None]
 # What a score depends on, in addition to checkpoint and task. Each task records them: one file may hold several.
 SETTINGS = ("lm_eval_version", "scoring", "precision")
@@ -114,89 +107,6 @@ def _right_choices(task: Any, doc: Any, texts: list[str]) -> list[int]:
     labels = label if isinstance(label, list) else [label]
     places = [texts.index(one) if isinstance(one, str) and one in texts else one for one in labels]
     return list(dict.fromkeys(place for place in places if isinstance(place, int) and 0 <= place < len(texts)))
-
-
-# --- the file of items -----------------------------------------------------------------------------------------------
-
-
-def items_path(scores: Path) -> Path:
-    """Return the path of the items of a file of scores: `scores.json` -> `scores.items.jsonl.gz`."""
-    return scores.with_name(f"{scores.stem}.items.jsonl.gz")
-
-
-def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[int] | None) -> list[dict[str, Any]]:
-    """Convert a task's items for the file of items. `contaminated`: indices of such items, None if unknown.
-
-    Texts are cut in the middle to `LONGEST` characters, and numbers that are not finite become None.
-    """
-    return [
-        {
-            "task": task,
-            "index": item.index,
-            "prompt": shortened(item.prompt),
-            "choices": item.choices and [shortened(choice) for choice in item.choices],
-            "right": item.right,
-            "log_probabilities": [_finite(value) for value in item.log_probabilities],
-            "answer": item.answer and shortened(item.answer),
-            "target": item.target and shortened(item.target),
-            "values": {name: _finite(value) for name, value in item.values.items()},
-            **{name: _finite(getattr(item, name)) for name in ("gold_bpb", "p_right", "margin", "bpb")},
-            "truncated": item.truncated,
-            "contaminated": None if contaminated is None else item.index in contaminated,
-        }
-        for item in items
-    ]
-
-
-def shortened(text: str) -> str:
-    """Cut the middle out of a text that is longer than `LONGEST` characters."""
-    if len(text) <= LONGEST:
-        return text
-    room = LONGEST - len(CUT)
-    return text[: room - room // 2] + CUT + text[-(room // 2) :]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def pack_items(items: Iterable[dict[str, Any]]) -> bytes:
-    lines = "".join(json.dumps(item, default=plain_value) + "\n" for item in items)
-    return gzip.compress(lines.encode(), compresslevel=5, mtime=0)
-
-
-def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """Read a file of items; [] if it is missing or damaged. A damaged file is renamed and reported to `say`."""
-    if not path.is_file():
-        return []
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            items = [json.loads(line) for line in file]
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        try:
-            outcome = f"it was renamed to {move_aside(path).name}"
-        except OSError:  # the folder is read-only
-            outcome = "it could not be renamed"
-        say(f"{path} is not a file of items ({error}); {outcome}, and its samples are not shown")
-        return []
-    return [item for item in items if isinstance(item, dict) and "task" in item and "index" in item]
-
-
-def with_earlier(scores: dict[str, Any], items: Items, file: Path) -> tuple[dict[str, Any], Items]:
-    """Add the scores and items of further tasks from `file`, another file of scores of the same checkpoint."""
-    old = read_json(file)
-    if old is None or not _is_whole(old) or any(old.get(key) != scores.get(key) for key in WEIGHTS):
-        return scores, items
-    others = [item for item in read_items(items_path(file)) if item["task"] not in scores["tasks"]]
-    return scores | {name: old.get(name, {}) | scores[name] for name in ("tasks", "suites")}, items + others
-
-
-def move_aside(path: Path) -> Path:
-    """Rename a damaged file to `<name>.corrupt-<n>`, and return its new path."""
-    candidates = (path.with_name(f"{path.name}.corrupt-{number}") for number in range(1, 1_000_000))
-    aside = next(candidate for candidate in candidates if not candidate.exists())
-    os.replace(path, aside)
-    return aside
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -388,7 +298,7 @@ def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None,
     if not output.exists():
         return {}
     old = read_json(output)
-    if old is None or not _is_whole(old):
+    if old is None or not is_whole(old):
         say(f"{output} is not a file of scores; it was renamed to {move_aside(output).name}, and all tasks are scored")
         return {}
     if old.get("checkpoint_sha256") != header["checkpoint_sha256"]:
@@ -418,16 +328,6 @@ def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None,
 
 def _alike(scores: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
     return all(scores[key] == header[key] for key in SETTINGS)
-
-
-def _is_whole(old: dict[str, Any]) -> bool:
-    tasks = old.get("tasks")
-    return isinstance(tasks, dict) and all(
-        isinstance(scores, dict)
-        and isinstance(scores.get("subset"), dict)
-        and {"items", "seconds", "withheld"} <= scores.keys()
-        for scores in tasks.values()
-    )
 
 
 @contextlib.contextmanager

@@ -87,6 +87,7 @@ def analyze(
     quick, spend = min(bootstrap, QUICK), flops_per_token(table.N, table.D, table.flops)
     # Always fitted in the table's count, so that a saved mixture gives the same answer in every convention.
     mixture = mix_forms(as_given, spend, bootstrap, seed) if intervals == "mixture" else None
+    main = (fitted, approaches) if table is as_given and quick == bootstrap else None  # as in the side table
     analysis = Analysis(
         table=table,
         targets=goals,
@@ -97,7 +98,7 @@ def analyze(
         mixture=mixture,
         backtest=backtest(table, profiles, fitted[0], goals[0], mixture.mixture if mixture else None),
         verdict=verdict(approaches, goals, table),
-        conventions=by_convention(as_given, goals, quick, seed, law, own=table.flops),
+        conventions=by_convention(as_given, goals, quick, seed, law, own=table.flops, main=main),
         tasks=fit_tasks(table, goals, fitted[0]) if fitted[0] is not None and bootstrap else [],
         resamples=bootstrap,
         seed=seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -185,21 +186,28 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
 
     Raises UserError, which names `source` and ends with `remedy`, if the values are invalid.
     """
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         values = drop_removed(values, REMOVED) if isinstance(values, dict) else values
         if (kind := values["grid"]["kind"]) not in list(kinds := grid_kinds()):  # it may be a list itself
             raise KeyError(f"grid.kind is {kind!r}, not one of {', '.join(kinds)}")
-        base = OmegaConf.structured(SweepConfig(grid=kinds[kind]()))
-        result = OmegaConf.to_object(OmegaConf.merge(base, values))
+        result = pickle.loads(_converted(kind, pickle.dumps(values)))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
         reason = str(error.args[0] if error.args else error).splitlines()[0]
         reason = f"{key}: {reason}" if (key := getattr(error, "full_key", None)) else reason
         raise UserError(f"{source} cannot be read as a configuration ({reason}); {remedy}") from error
     assert isinstance(result, SweepConfig)
     return result
+
+
+@functools.lru_cache(maxsize=8)  # a launcher reads its sweep's config at every pass, and OmegaConf takes 50 ms
+def _converted(kind: str, values: bytes) -> bytes:
+    """Convert a sweep's plain values, pickled, to a pickled SweepConfig."""
+    from omegaconf import OmegaConf
+
+    base = OmegaConf.structured(SweepConfig(grid=grid_kinds()[kind]()))
+    return pickle.dumps(OmegaConf.to_object(OmegaConf.merge(base, pickle.loads(values))))
 
 
 def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:

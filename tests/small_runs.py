@@ -26,8 +26,9 @@ from isoflop.train.config import (
 )
 from isoflop.train.files import read_json_lines
 
-# The sweep of the fixture `smoke`: no tracker, no benchmarks, a stated rate instead of a trial.
-SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11")
+# The sweep of the fixture `smoke`: no tracker, no benchmarks, a stated rate instead of a trial, and few steps.
+SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11",
+         "tuning.min_batch=4", "tuning.min_steps=16")  # fmt: skip
 
 
 def forty_steps(data: DataConfig) -> RunConfig:

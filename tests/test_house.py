@@ -115,8 +115,10 @@ def test_evaluate_from_the_root_is_hugging_faces() -> None:
     assert not origin.is_relative_to(ROOT / "evaluate")
 
 
-def test_listing_and_staging_tasks_needs_neither_torch_nor_lm_eval() -> None:
-    modules = loaded("from isoflop.evaluate.tasks import tasks; tasks.expand('small'); tasks.benchmarks_directory()")
+def test_tasks_are_listed_and_pages_written_without_torch_and_lm_eval() -> None:
+    pages = "import isoflop.evaluate.items, isoflop.evaluate.pages.sweep_report, isoflop.evaluate.pages.paired"
+    tasks = "from isoflop.evaluate.tasks import tasks; tasks.expand('small'); tasks.benchmarks_directory()"
+    modules = loaded(f"{pages}; {tasks}")
     assert not modules & {"torch", "lm_eval", "datasets", "pyarrow"}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import stat
 import tempfile
@@ -19,6 +21,7 @@ from .errors import UserError
 
 Form = TypeVar("Form")
 MOST_VALUES, MOST_LEVELS = 1_000_000, 100  # of a YAML file; chosen by hand
+LONGEST_CACHED = 100_000  # bytes of a YAML file whose content is kept in memory
 
 # Files of a run directory that the trainer and its launcher share.
 FAILURE = "failure.json"  # the cause that ended an attempt, from the first rank that detected it
@@ -145,7 +148,8 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
         with open_regular(path, largest) as file:
             content = file.read()
         if path.suffix in (".yaml", ".yml", ""):  # lm-eval's templates have no file ending
-            return msgspec.convert(_parse_yaml(content.decode()), form)
+            parse = _parsed if len(content) < LONGEST_CACHED else _parsed.__wrapped__
+            return msgspec.convert(pickle.loads(parse(content.decode())), form)
         return msgspec.json.decode(content, type=form)
     except OSError as error:
         what, usual = f"cannot be read ({error.strerror or error})", "give a readable file"
@@ -157,8 +161,9 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20, remedy:
     raise UserError(f"{path} {what}; {remedy or usual}")
 
 
-def _parse_yaml(text: str) -> Any:
-    """Parse YAML with limits on nesting and number of values, because aliases let a short text expand without bound."""
+@functools.lru_cache(maxsize=1024)  # each pass over a sweep reads the same configs
+def _parsed(text: str) -> bytes:
+    """Parse YAML, and pickle the result, with limits on nesting and on the number of values, which aliases multiply."""
     import yaml
 
     # The C loader takes a tenth of the time, but deep nesting can crash it. Brackets and columns bound the depth.
@@ -178,7 +183,7 @@ def _parse_yaml(text: str) -> Any:
             raise ValueError(f"it holds more than {MOST_VALUES} values")
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         values += [(item, depth + 1) for item in inner]
-    return result
+    return pickle.dumps(result)
 
 
 def read_json(path: Path, form: Any = None) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .config import ModelConfig, RunConfig
-from .model.shape import Parameter, model_shape
+from .model.shape import Parameter, Shape, model_shape
 from .optimizer.registry import OPTIMIZERS
 from .parallel.schedules import divide
 
@@ -37,9 +37,13 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         N = round(model.size["N"])
         return ParameterCount(N, round(model.size.get("N_non_embedding", N)), N, N)
     assert model.vocab_size is not None
-    shape = model_shape(model)
+    return _counted(model_shape(model), model.vocab_size)
+
+
+@lru_cache(maxsize=256)
+def _counted(shape: Shape, vocab_size: int) -> ParameterCount:
     non_embedding = shape.in_blocks(lambda parameter: parameter.size) + shape.width
-    N_total = non_embedding + (1 if shape.tied else 2) * model.vocab_size * shape.width
+    N_total = non_embedding + (1 if shape.tied else 2) * vocab_size * shape.width
     return ParameterCount(
         N_total=N_total,
         N_non_embedding=non_embedding,

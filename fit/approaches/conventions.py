@@ -73,11 +73,13 @@ def by_convention(
     seed: int = 0,
     law: Law | None = None,
     own: Array | None = None,
+    main: tuple[tuple[Law | None, str], dict[str, Approach]] | None = None,
 ) -> list[ConventionRow]:
     """Fit the approaches under every pair of a parameter count and a FLOP count of the table.
 
     FLOPs are counted as 6ND and as in `flops_exact`, or without it as in the table if that differs. The row with the
-    table's N and the FLOPs `own` (n,), by default the table's, is marked `own`. Other arguments are as in `analyze`.
+    table's N and the FLOPs `own` (n,), by default the table's, is marked `own`. `main` has the results of
+    `fit_parametric` and `three_approaches` for the table's N and FLOPs, if known. Other arguments are as in `analyze`.
     """
     table = as_table(table)
     own = table.flops if own is None else own
@@ -90,7 +92,11 @@ def by_convention(
     exact = table.column("flops_exact")
     measured = ("exact", exact) if np.isfinite(exact).any() else ("table", table.flops)
     usable = {name: np.isfinite(N) & (N > 0) for name, N in counts.items()}
-    laws = {name: fit_parametric(table, N, law, bootstrap, seed) for name, N in counts.items() if usable[name].all()}
+    laws = {
+        name: main[0] if main and np.array_equal(N, table.N) else fit_parametric(table, N, law, bootstrap, seed)
+        for name, N in counts.items()
+        if usable[name].all()
+    }
     # Losses of moved runs follow the count of N in which approach 3 fits best.
     movers = [(counts[name], law_or_none) for name, (law_or_none, _) in laws.items() if law_or_none is not None]
     mover = min(movers, key=lambda mover: mover[1].objective_, default=None)
@@ -106,6 +112,9 @@ def by_convention(
                 column = f"flops_{label}" if usable[name].all() else name
                 reason = f"{column} is missing or zero in {int(missing.sum())} of {len(N)} runs"
                 rows.append(replace(row, reason=reason))
+                continue
+            if main and np.array_equal(N, table.N) and np.array_equal(C, table.flops):
+                rows.append(replace(row, approaches=main[1], law=main[0][0]))
                 continue
             profiles, envelope, moved = read_off(table, N, C, mover)
             approaches = three_approaches(profiles, envelope, laws[name], table, (N, C), bootstrap, seed)

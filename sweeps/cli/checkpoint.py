@@ -176,8 +176,8 @@ def _read(against: Path) -> Scored | None:
 
 def _write_page(scored: Scored, other: Scored | None) -> Path:
     """Write report.html, or if a sweep scored the checkpoint, update the sweep's page of it; return the path."""
+    from ...evaluate.items import items_path, read_items, with_earlier
     from ...evaluate.pages.report import checkpoint_page
-    from ...evaluate.records import items_path, read_items, with_earlier
 
     def items_of(folder: Path) -> Any:
         return read_items(items_path(folder / SCORES), lambda line: print(line, file=sys.stderr))

@@ -113,8 +113,8 @@ def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
 
 def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
     """Map ids of finished runs to their last checkpoint's scores of single task items; omit runs without these."""
+    from ...evaluate.items import items_path, read_items
     from ...evaluate.pages.paired import answers_of
-    from ...evaluate.records import items_path, read_items
 
     finals = {run: (run.summary() or {}).get("step") for run in sweep.runs() if run.is_done()}
     files = {run.run_id: items_path(run.path / "eval" / f"step_{step}.json") for run, step in finals.items()}
@@ -123,9 +123,9 @@ def final_answers(sweep: SweepDirectory) -> dict[str, Answers]:
 
 def write_pages(sweep: SweepDirectory, table: pd.DataFrame, answers: Mapping[str, Answers]) -> None:
     """Write fit/evaluation.html and runs/<id>/eval/step_<n>.html if there are scores."""
+    from ...evaluate.items import items_path, read_items, with_earlier
     from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.pages.sweep_report import sweep_page
-    from ...evaluate.records import items_path, read_items, with_earlier
     from ...fit.formatting import plain_json
 
     scores = {run_id: evaluations(sweep.run(run_id)) for run_id in table["run_id"].unique()}

@@ -9,18 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from isoflop.evaluate.items import CUT, LONGEST, as_dicts, items_path, pack_items, read_items, shortened
 from isoflop.evaluate.metrics import ItemResult
-from isoflop.evaluate.records import (
-    CUT,
-    LONGEST,
-    Answers,
-    as_dicts,
-    items_path,
-    pack_items,
-    read_items,
-    request_key,
-    shortened,
-)
+from isoflop.evaluate.records import Answers, request_key
 from isoflop.train.files import write_atomic
 
 HEADER = {"checkpoint_sha256": "c0ffee", "precision": "fp32", "scoring": 2, "lm_eval_version": "0.4.13"}

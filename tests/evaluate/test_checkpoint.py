@@ -25,8 +25,9 @@ from gpu_stand_in import META, kernels_on_meta, stand_in
 from isoflop.evaluate import checkpoint
 from isoflop.evaluate.checkpoint import Evaluator, worst_windows
 from isoflop.evaluate.inference.ranks import on_ranks
+from isoflop.evaluate.items import items_path, read_items
 from isoflop.evaluate.pages.report import format_scores
-from isoflop.evaluate.records import SETTINGS, items_path, read_items
+from isoflop.evaluate.records import SETTINGS
 from isoflop.evaluate.tasks.suite import Suite, SuiteTask, freeze, quiet
 from isoflop.train.checkpoint.checkpoint import ALONE, load_for_evaluation, whole_weights
 from isoflop.train.checkpoint.saver import Saver

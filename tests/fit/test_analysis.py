@@ -62,7 +62,7 @@ def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth(analysis
     assert warning_codes(analysis) <= {"backtest_short"}
 
 
-def test_a_fit_that_did_not_converge_has_no_numbers_anywhere(monkeypatch, tmp_path):
+def test_a_fit_that_did_not_converge_has_no_numbers_anywhere(monkeypatch, tmp_path, quick_pictures):
     monkeypatch.setattr(solver, "ITERATIONS", 2)
     analysis = analyze(sweep(), bootstrap=20, intervals="mixture")
     [message] = [w.message for w in analysis.warnings if w.code == "no_parametric"]
@@ -171,10 +171,10 @@ def test_one_law_gives_one_answer_and_names_its_convention(tmp_path):
         analysis.law.optimal(C, convention="exact")
 
 
-@pytest.mark.parametrize("law", [fit.OvertrainingLaw(), fit.ChinchillaLaw()], ids=["overtraining", "chinchilla"])
-def test_influence_follows_the_exponents_that_a_law_names(law):
-    analysis = analyze(sweep(), bootstrap=0, law=law)
-    assert set(law.exponent_names) <= set(analysis.backtest["influence"]["left_out"][0]["moves"])
+def test_influence_follows_the_exponents_that_a_law_names(analysis):
+    for fitted in (analysis, analyze(sweep(), law=fit.OvertrainingLaw())):
+        moves = fitted.backtest["influence"]["left_out"][0]["moves"]
+        assert set(fitted.law.exponent_names) <= set(moves)
     assert fit.FunctionLaw(None, {"E": (1, 2), "alpha": (0, 1)}).exponent_names == ("alpha",)
 
 
@@ -277,16 +277,24 @@ def test_any_number_of_runs_gives_an_analysis(runs):
     json.dumps(analyze(table, bootstrap=20).to_dict(), allow_nan=False)
 
 
-def test_no_bootstrap_means_no_intervals():
-    analysis = analyze(sweep(), bootstrap=0)
-    assert analysis.to_dict()["ci"] == {}
-    assert all(e["N_ci"] is None for a in analysis.to_dict()["approaches"].values() for e in a["optimal"])
-    assert "cannot confirm one another" in analysis.verdict.sentence
+@pytest.fixture(scope="module")
+def no_resamples():
+    return analyze(sweep())
 
 
-def test_the_backtest_holds_out_the_highest_budget_and_predicts_it():
-    analysis = analyze(sweep(noise=0.0005), bootstrap=20)
-    test = analysis.backtest
+def test_no_bootstrap_means_no_intervals(no_resamples):
+    assert no_resamples.to_dict()["ci"] == {}
+    assert all(e["N_ci"] is None for a in no_resamples.to_dict()["approaches"].values() for e in a["optimal"])
+    assert "cannot confirm one another" in no_resamples.verdict.sentence
+
+
+@pytest.fixture(scope="module")
+def little_noise():
+    return analyze(sweep(noise=0.0005), bootstrap=60)
+
+
+def test_the_backtest_holds_out_the_highest_budget_and_predicts_it(little_noise):
+    test = little_noise.backtest
     assert test["held_out_flops"] == 6e16
     assert test["runs_fitted"] == 18
     assert test["runs_predicted"] == 6
@@ -297,7 +305,7 @@ def test_the_backtest_holds_out_the_highest_budget_and_predicts_it():
     law = fit.ChinchillaLaw().fit(train.N, train.D, train.loss)
     np.testing.assert_allclose(
         test["predicted"],
-        law.predict(*(v[analysis.table.budget == 6e16] for v in (analysis.table.N, analysis.table.D))),
+        law.predict(*(v[little_noise.table.budget == 6e16] for v in (little_noise.table.N, little_noise.table.D))),
         rtol=1e-9,
     )
 
@@ -388,26 +396,24 @@ def test_forms_that_ask_for_other_sizes_are_named(monkeypatch, mixture_analysis)
     assert "1.00B (chinchilla, weight 50%) and 9.00B (kaplan, weight 20%)" in message
 
 
-def test_the_approach_that_finds_held_out_sizes_best_is_named_first():
-    analysis = analyze(sweep(), bootstrap=0)
-    off = analysis.backtest["tested"]["size_error"]
-    assert analysis.ranked[0].key == analysis.backtest["tested"]["best"] == min(off, key=off.get)
-    for step in analysis.backtest["steps"]:
+def test_the_approach_that_finds_held_out_sizes_best_is_named_first(no_resamples):
+    off = no_resamples.backtest["tested"]["size_error"]
+    assert no_resamples.ranked[0].key == no_resamples.backtest["tested"]["best"] == min(off, key=off.get)
+    for step in no_resamples.backtest["steps"]:
         assert step["N_measured"]
-    expected = [np.log(step["N_predicted"] / step["N_measured"]) for step in analysis.backtest["steps"]]
+    expected = [np.log(step["N_predicted"] / step["N_measured"]) for step in no_resamples.backtest["steps"]]
     assert off["parametric"] == pytest.approx(np.sqrt(np.mean(np.square(expected))))
 
 
-def test_an_approach_that_is_made_to_disagree_is_said_to():
+def test_an_approach_that_is_made_to_disagree_is_said_to(little_noise):
     """The parametric law is that of runs of the same budgets with models five times larger."""
-    analysis = analyze(sweep(noise=0.0005), bootstrap=60)
     larger = analyze(sweep(noise=0.0005).assign(N=lambda t: 5 * t.N, D=lambda t: t.D / 5), bootstrap=60)
-    approaches = analysis.approaches | {"parametric": larger.approaches["parametric"]}
+    approaches = little_noise.approaches | {"parametric": larger.approaches["parametric"]}
     disagreeing = replace(
-        analysis, approaches=approaches, verdict=fit.verdict(approaches, analysis.targets, analysis.table)
+        little_noise, approaches=approaches, verdict=fit.verdict(approaches, little_noise.targets, little_noise.table)
     )
-    assert "approaches_disagree" not in warning_codes(analysis)
-    assert analysis.verdict.agree
+    assert "approaches_disagree" not in warning_codes(little_noise)
+    assert little_noise.verdict.agree
     assert "approaches_disagree" in {warning.code for warning in run_checks(disagreeing)}
     assert disagreeing.verdict.agree is False
 
@@ -467,6 +473,10 @@ def test_any_law_of_n_and_d_drives_the_whole_analysis(law, tmp_path):
     assert content["optimal"][0]["N_ci"][0] < content["optimal"][0]["N"] < content["optimal"][0]["N_ci"][1]
     assert 0.3 < content["approaches"]["parametric"]["exponent"] < 0.7
     assert content["backtest"]["steps"]
-    saved = fit.write_report(analysis, tmp_path).parent / "law.json"
+    assert content["backtest"]["loss_error"] < 0.05
+    assert content["law"].keys() == {"form", *law.names}
+    page = fit.write_report(analysis, tmp_path)
+    assert page.read_text().count("Plotly.newPlot(id") == 1
+    saved = page.with_name("law.json")
     if law.form != "function":  # its function is in no file
         assert fit.answer(saved, [1e22])["optimal"][0]["N"] == pytest.approx(content["optimal"][0]["N"], rel=1e-9)

@@ -61,7 +61,7 @@ def test_published_constants_come_back_within_the_interval(form):
     """Over ten seeds, 95 % intervals cover 90 to 100 % of a form's constants, which move together within a fit."""
     inside = []
     for seed in (1, 2):
-        law = simulated(form, seed).bootstrap(200, seed=seed)
+        law = simulated(form, seed).bootstrap(100, seed=seed)
         assert law.converged_
         intervals = {name: law.interval(name) for name in PUBLISHED[form]}
         inside += [intervals[name][0] <= value <= intervals[name][1] for name, value in PUBLISHED[form].items()]

@@ -156,7 +156,7 @@ def test_bad_input_is_one_sentence(law, act, message):
     assert message in str(refused.value)
 
 
-def test_the_report_of_a_table_has_formats_and_fits_the_rest_to_unquantized_runs(tmp_path, monkeypatch):
+def test_the_report_of_a_table_has_formats_and_fits_the_rest_to_unquantized_runs(tmp_path, monkeypatch, quick_pictures):
     monkeypatch.setattr(precisionlaw, "FORMS", FAST[:1])
     runs = with_rises(quartet(passes=(("none", "none"), ("mxfp4", "none"))))
     analysis = fit.analyze(runs, (1e21,), 10, intervals="noise", speedup={"mxfp4 forward": 2.0})

@@ -106,8 +106,8 @@ def test_too_many_columns_or_runs_are_said_at_once(tmp_path):
     path.write_text(",".join(f"c{i}" for i in range(20_001)) + "\n")
     with pytest.raises(fit.InputError, match="has more than 20,000 columns; one row per run is expected"):
         fit.read_table(path)
-    path.write_text(",".join(f"c{i}" for i in range(15000)) + "\n" + "1," * 14999 + "1\n")
-    with pytest.raises(fit.InputError, match=r"no column 'N'; it has c0, .*, c19 and 14,980 more"):
+    path.write_text(",".join(f"c{i}" for i in range(30)) + "\n" + "1," * 29 + "1\n")
+    with pytest.raises(fit.InputError, match=r"no column 'N'; it has c0, .*, c19 and 10 more"):
         fit.read_table(path)
     path.write_text("N,D,loss\n" + "1e7,1e9,3.0\n" * 20000)
     with pytest.raises(fit.InputError, match="20,000 rows of finished runs; at most 10,000"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -9,8 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer.main
+import typer.testing
 from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.runs.directory import SweepDirectory
+
+# All tests of a process build the command line once.
+typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
 
 
 @pytest.fixture

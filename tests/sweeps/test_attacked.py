@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 from isoflop import fit
 from isoflop.sweeps import prepare
@@ -103,9 +101,8 @@ def damage(rng: random.Random, sweep: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace training, plots and resampling by quick stand-ins, and build the command line only once."""
+    """Replace training, plots and resampling by quick stand-ins."""
     analyze = fit.analyze
-    monkeypatch.setattr("typer.main.get_command", functools.cache(typer.main.get_command))
 
     def analyze_quickly(runs: Any, targets: Any, bootstrap: int, *others: Any, **named: Any) -> Any:
         return analyze(runs, targets, min(bootstrap, 2), *others, **named)

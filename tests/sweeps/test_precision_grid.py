@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_sweep import finish, make_config, write_sweep
+from fake_sweep import finish, make_config, true_loss, write_sweep
 from isoflop import fit
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.grid.expand import expand_grid
@@ -127,14 +127,13 @@ def test_other_commands_on_a_sweep_of_formats(isoflop: Isoflop, finished: SweepD
     output = isoflop("extend", finished.path, "grid.formats=[none,int8,mxfp4]", "dry_run=true")[1]
     assert re.findall(r"^N .* D 1.64M (\S+)$", output, re.MULTILINE) == ["mxfp4"] * 6
     longer = replace(finished.runs()[0].config(), tokens=3_276_800, parent=None)
-    targets, losses = {"unquantized": f"N={count_parameters(longer.model).N_active},D={longer.D}"}, []
+    targets, N = {}, count_parameters(longer.model).N_active
     for name in ("int8", "mxfp4"):
         run = replace(longer, quantization=QuantizationConfig(**dict.fromkeys(PASSES, name)))
         targets[name] = str(tmp_path / run_id(run))
         RunDirectory(Path(targets[name])).freeze(run)
-    for name in ("unquantized", "int8"):
-        output = isoflop("forecast", finished.path, "--target", targets[name], "--json")[1]
-        losses.append(json.loads(output)["forecasts"][0]["loss"])
-    assert losses[1] / losses[0] == pytest.approx(COST["int8"], abs=0.02)
+    output = isoflop("forecast", finished.path, "--target", targets["int8"], "--json")[1]
+    ratio = json.loads(output)["forecasts"][0]["loss"] / true_loss(N, longer.D)
+    assert ratio == pytest.approx(COST["int8"], abs=0.02)
     error = isoflop("forecast", finished.path, "--target", targets["mxfp4"])[2]
     assert re.search("a run of mxfp4; .* has finished runs of unquantized, int8", " ".join(error.split()))

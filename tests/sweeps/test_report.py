@@ -380,14 +380,3 @@ def test_the_paper_figures_return_axes_and_draw(analysed):
     import matplotlib.pyplot as plt
 
     plt.close("all")
-
-
-def test_another_law_drives_analysis_backtest_and_report(tmp_path):
-    law, (table, _) = fit.KaplanLaw(), sweep(tasks=False)
-    analysis = fit.analyze(fit.read_table(table), targets=(1e14,), bootstrap=10, law=law, intervals="noise")
-    assert type(analysis.law) is type(law)
-    assert analysis.backtest["loss_error"] < 0.05
-    path = fit.write_report(analysis, tmp_path)
-    assert path.read_text().count("Plotly.newPlot(id") == 1
-    assert fit.answer(tmp_path / "law.json")["law"]["form"] == law.form
-    assert json.loads((tmp_path / "law.json").read_text())["law"].keys() == {"form", *law.names}

@@ -21,7 +21,7 @@ from small_runs import SMOKE, until
 
 ROOT = Path(__file__).resolve().parents[2]
 # As SMOKE, but long enough to be interrupted: a few seconds, a checkpoint every few steps.
-LONG = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[400000]", "checkpoint.every_steps=20", "sweep=long"]
+LONG = [*SMOKE[:5], "grid.sizes=[5e3]", "grid.tokens=[200000]", "checkpoint.every_steps=20", "sweep=long"]
 
 
 def sweep_process(arguments: list[str], output_root: Path) -> subprocess.Popen[str]:

@@ -463,7 +463,8 @@ def test_a_tune_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 def test_the_check_of_a_grid_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert sweep_main(["+grid=ladder", *SMALL, f"output_root={tmp_path}", "tuning=fixed"]) == 0
+    arguments = ["+grid=ladder", *SMALL, "grid.tokens_per_parameter=[5,10]", "tuning=fixed"]
+    assert sweep_main([*arguments, f"output_root={tmp_path}"]) == 0
     sweep = SweepDirectory(tmp_path / "ladder")
     assert check_corners(sweep) == 0
     assert len(list((sweep.path / "check" / "runs").iterdir())) == 20
