@@ -121,17 +121,19 @@ class Evaluator:
             record.finish(lambda: _held_out(loaded), _suites())
         return record.scores
 
-    def evaluate_folder(self, folder: Path, output: Path, about: dict[str, Any], say: Report) -> None:
-        """Score a Hugging Face folder. `about`: run_id, name, step and sizes, as in the scores of a checkpoint."""
+    def evaluate_folder(self, folder: Path, output: Path, summary: dict[str, Any], say: Report) -> None:
+        """Score the Hugging Face folder of a run, in one process, and write scores and items as `evaluate` does."""
         from .external import FolderLM  # brings transformers
 
         device = pick_device(self.device, "device").type
         lm = FolderLM(folder, device, PRECISIONS[self.precision])
         content = checksum([(path.name, file_sha256(path)) for path in sorted(folder.iterdir()) if path.is_file()])
-        header = {"checkpoint": str(folder), "checkpoint_sha256": content, "sequence_length": lm.max_length, **about}
+        header = {"checkpoint": str(folder), "checkpoint_sha256": content, "sequence_length": lm.max_length}
+        header |= {name: summary.get(name) for name in ("run_id", "step", "N_total", "N_active", "N_non_embedding")}
+        header |= {"tokens": summary.get("D"), "flops": summary.get("flops_exact"), "device": device}
         header |= {"lm_eval_version": version("lm_eval"), "scoring": SCORING, "precision": self.precision}
         with only_one(output, say, ALONE):
-            record = Record(output, header | {"device": device}, self.suite, None, say, ALONE, keep_items=True)
+            record = Record(output, header, self.suite, None, say, ALONE, keep_items=True)
             for task in sorted(self.suite.values(), key=lambda task: task.cost):
                 if task.name not in record.tasks:
                     _score_task(record, lm, task, None, None)

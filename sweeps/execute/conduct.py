@@ -19,7 +19,7 @@ from .. import prepare
 from ..config import SweepConfig
 from ..plan import rates
 from ..prepare import Prepared
-from ..results.scoring import is_scored, lacks_model, why_unscored
+from ..results.scoring import is_scored, why_unscored
 from ..runs import lease, membership
 from ..runs.attempts import Policy
 from ..runs.directory import AtWork, Busy, RunDirectory, SweepDirectory
@@ -154,9 +154,9 @@ def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
     from ..results.scoring import stage
 
     tasks = prepared.config.evaluate.tasks
-    if prepared.config.trainer.kind == "command" and prepared.config.cluster.kind == "local":
-        return  # a program may leave no model; the first scoring fetches them
-    if tasks and (asked or missing_scores(prepared.directories, prepared.config)):
+    # An external program may leave nothing to score. The first scoring fetches tasks, if it has a network.
+    late = prepared.config.trainer.kind == "command" and prepared.config.cluster.kind == "local"
+    if tasks and not late and (asked or missing_scores(prepared.directories, prepared.config)):
         stage(tasks)
 
 
@@ -267,9 +267,8 @@ def outcome(prepared: Prepared) -> int:
         else:
             code = 1
     done = [run for run in prepared.directories if prepared.config.evaluate.scores and run.is_done()]
-    if unscored := [run for run in done if lacks_model(run)]:
-        why = why_unscored(prepared.config.trainer)
-        print(f"benchmarks are left out: {counted(len(unscored), 'run was', 'runs were')} not scored, because {why}")
+    if reasons := [reason for run in done if (reason := why_unscored(run)) is not None]:
+        print(f"benchmarks of {counted(len(reasons), 'run')} are left out: {reasons[0]}")
     if missing:
         print(f"{counted(len(missing), 'run')} could not be scored; see {sweep.path / 'runs'}/<run>/log.txt")
     return code

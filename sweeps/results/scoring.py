@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ...evaluate.quantization.settings import parse
-from ...train.config import TrainerConfig, domain_losses
+from ...train.config import domain_losses
 from ...train.files import read_json, read_json_lines, write_atomic, write_json
 from ...train.planner.command import PROGRAM, model_folder
 from ..plan.trunks import checkpoint_folder, has_checkpoint, steps_between
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from ...evaluate.pages.paired import Answers
 
 MOST = 24  # checkpoints of a sweep that get a page, because a page takes 0.1 s or more
-# Of a model of an external program: its sizes in the scores, by name in the summary; whether it can be scored.
-SIZES = {"N_total": "N_total", "N_active": "N_active", "tokens": "D", "flops": "flops_exact"}
-HAS_LIBRARIES = all(map(find_spec, ("transformers", "accelerate")))
 ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe", "budget")
 
 
@@ -43,7 +40,7 @@ def is_scored(run: RunDirectory, settings: dict[str, Any]) -> bool:
 def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
     """Return the steps at which to score a finished run: the checkpoints at `steps_between`, then its last step."""
     last = (run.summary() or {}).get("step")
-    if lacks_model(run):
+    if why_unscored(run) is not None:
         return []
     steps = steps_between(run.config(), settings["every"]) if settings.get("every") is not None else []
     saved = [step for step in steps if has_checkpoint(run, step)]
@@ -85,10 +82,7 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluat
             continue
         if (folder := model_folder(run.config(), run.path / PROGRAM)) is not None:
             scores = run.path / "eval" / f"step_{step}.json"
-            about = {"run_id": run.run_id, "name": run.config().name, "step": step} | {
-                name: (run.summary() or {}).get(key) for name, key in SIZES.items()
-            }
-            evaluator.evaluate_folder(folder, scores, about, partial(log_step, step))
+            evaluator.evaluate_folder(folder, scores, run.summary() or {}, partial(log_step, step))
             write_json(scores.with_suffix(".request.json"), _request(settings))
             continue
         is_last = step == (run.summary() or {}).get("step")
@@ -104,17 +98,16 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluat
         write_json(run.path / "eval" / f"step_{step}.request.json", _request(settings))
 
 
-def lacks_model(run: RunDirectory) -> bool:
-    """Return whether a run of an external program cannot be scored."""
-    config = run.config()
-    return config.trainer.kind == "command" and not (HAS_LIBRARIES and model_folder(config, run.path / PROGRAM))
-
-
-def why_unscored(trainer: TrainerConfig) -> str:
-    if not HAS_LIBRARIES:
+def why_unscored(run: RunDirectory) -> str | None:
+    """Return why a finished run of an external program cannot be scored, and what to do; else None."""
+    if not (run.path / PROGRAM).is_dir():
+        return None
+    if model_folder(config := run.config(), run.path / PROGRAM) is None:
+        place = f"the program left no Hugging Face folder (trainer.hf_folder is {config.trainer.hf_folder!r})"
+        return f"{place}; put one into {{run}}, and give the command again"
+    if not all(map(find_spec, ("transformers", "accelerate"))):
         return "transformers or accelerate is missing; pip install 'isoflop[bench]', and give the command again"
-    place = f"no Hugging Face folder (config.json, weights, tokenizer) at {{run}}/{trainer.hf_folder}"
-    return f"the program left {place}; put one there and give the command again"
+    return None
 
 
 def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
