@@ -21,7 +21,9 @@ import torch
 from ..train.checkpoint.checkpoint import quantization
 from ..train.checkpoint.heldout import score_windows
 from ..train.config import canonical_json, run_id, to_dict
+from ..train.data.storage import checksum
 from ..train.errors import UserError, counted
+from ..train.files import file_sha256
 from ..train.flops import count_parameters, training_flops_per_token
 from ..train.hardware import pick_device
 from ..train.job.control import run_on_ranks
@@ -119,6 +121,27 @@ class Evaluator:
             record.scores["tasks"] = {name: record.tasks[name] for name in (*self.suite, *record.tasks)}
             record.finish(lambda: _held_out(loaded), _suites())
         return record.scores
+
+    def evaluate_folder(self, folder: Path, output: Path, summary: dict[str, Any], say: Report) -> None:
+        """Score the Hugging Face folder of a run, in one process, and write scores and items as `evaluate` does."""
+        from .external import FolderLM  # brings transformers
+
+        device = pick_device(self.device, "device").type
+        lm = FolderLM(folder, device, PRECISIONS[self.precision])
+        content = checksum([(path.name, file_sha256(path)) for path in sorted(folder.iterdir()) if path.is_file()])
+        header = {"checkpoint": str(folder), "checkpoint_sha256": content, "sequence_length": lm.max_length}
+        header |= {name: summary.get(name) for name in ("run_id", "step", "N_total", "N_active", "N_non_embedding")}
+        header |= {"tokens": summary.get("D"), "flops": summary.get("flops_exact"), "device": device}
+        header |= {"lm_eval_version": version("lm_eval"), "scoring": SCORING, "precision": self.precision}
+        with only_one(output, say, ALONE):
+            record = Record(output, header, self.suite, None, say, ALONE, keep_items=True)
+            for task in sorted(self.suite.values(), key=lambda task: task.cost):
+                if task.name not in record.tasks:
+                    _score_task(record, lm, task, None, None)
+                    say(f"{task.name}: {_in_words(record.tasks[task.name])}")
+            record.scores["tasks"] = {name: record.tasks[name] for name in (*self.suite, *record.tasks)}
+            record.scores["contamination_withheld"] = reason = "the program's training text is not known"
+            record.finish(lambda: _NO_LOSS | {"withheld": reason}, _suites())
 
     def _score(self, record: Record, loaded: Any, device: str, missing: list[SuiteTask], say: Report) -> None:
         contaminated, record.scores["contamination_withheld"] = self._contamination(loaded, say)

@@ -22,7 +22,7 @@ from ..evaluate.quantization.settings import parse
 from ..train.config import RECIPE, ParallelConfig, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
 from ..train.files import read_document, read_json, write_atomic, write_json
-from .config import EvaluateConfig, SweepConfig, base_run, from_mapping
+from .config import SweepConfig, base_run, from_mapping
 from .grid.content import Texts
 from .grid.doubts import doubts
 from .grid.expand import expand_grid
@@ -63,8 +63,10 @@ def from_config(config: SweepConfig) -> Prepared:
     assert config.sweep is not None
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
     if config.trainer.kind == "command":
-        config.evaluate = EvaluateConfig()  # none; `conduct.outcome` says so
-    elif config.evaluate.tasks:
+        inapplicable: Any = {"average": None, "every": None, "decode": False, "ngram": None, "quantize": []}
+        tasks = config.evaluate.tasks if config.trainer.hf_folder else []
+        config.evaluate = dataclasses.replace(config.evaluate, tasks=tasks, **inapplicable)
+    if config.evaluate.tasks:
         from ..evaluate.tasks.tasks import anchored
 
         config.evaluate.tasks = anchored(config.evaluate.tasks, print, config.evaluate.allow_code)

@@ -415,6 +415,7 @@ class TrainerConfig:
     metrics: str | None = cosmetic(None)  # glob of logs in {run}; stdout: what it prints; None: found in either
     columns: Any = cosmetic(None)  # the program's names of metrics, by ours, such as {val_loss: eval/loss}
     checkpoints: str = cosmetic("checkpoint*")  # glob in the program's folder; the newest is {resume}
+    hf_folder: str | None = cosmetic("hf")  # path or glob in the program's folder of the model to score; None: never
     silence_seconds: Positive = cosmetic(1800.0)  # without output, after which the program counts as hung
     grace_seconds: Positive = cosmetic(20.0)  # from TERM to KILL
 

@@ -19,7 +19,7 @@ from .. import prepare
 from ..config import SweepConfig
 from ..plan import rates
 from ..prepare import Prepared
-from ..results.scoring import is_scored
+from ..results.scoring import is_scored, why_unscored
 from ..runs import lease, membership
 from ..runs.attempts import Policy
 from ..runs.directory import AtWork, Busy, RunDirectory, SweepDirectory
@@ -154,7 +154,9 @@ def _fetch_tasks(prepared: Prepared, asked: list[RunDirectory]) -> None:
     from ..results.scoring import stage
 
     tasks = prepared.config.evaluate.tasks
-    if tasks and (asked or missing_scores(prepared.directories, prepared.config)):
+    # An external program may leave nothing to score. The first scoring fetches tasks, if it has a network.
+    late = prepared.config.trainer.kind == "command" and prepared.config.cluster.kind == "local"
+    if tasks and not late and (asked or missing_scores(prepared.directories, prepared.config)):
         stage(tasks)
 
 
@@ -264,8 +266,9 @@ def outcome(prepared: Prepared) -> int:
             print(f"run {other.run_id} replaced it, at a lower learning rate")
         else:
             code = 1
-    if prepared.config.trainer.kind == "command":
-        print("benchmarks are left out: isoflop cannot read the models of trainer=command")
+    done = [run for run in prepared.directories if prepared.config.evaluate.scores and run.is_done()]
+    if reasons := [reason for run in done if (reason := why_unscored(run)) is not None]:
+        print(f"benchmarks of {counted(len(reasons), 'run')} are left out: {reasons[0]}")
     if missing:
         print(f"{counted(len(missing), 'run')} could not be scored; see {sweep.path / 'runs'}/<run>/log.txt")
     return code

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ...evaluate.quantization.settings import parse
 from ...train.config import domain_losses
 from ...train.files import read_json, read_json_lines, write_atomic, write_json
+from ...train.planner.command import PROGRAM, model_folder
 from ..plan.trunks import checkpoint_folder, has_checkpoint, steps_between
 from ..runs.directory import RunDirectory, SweepDirectory
 
@@ -39,6 +41,8 @@ def is_scored(run: RunDirectory, settings: dict[str, Any]) -> bool:
 def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
     """Return the steps at which to score a finished run: the checkpoints at `steps_between`, then its last step."""
     last = (run.summary() or {}).get("step")
+    if why_unscored(run) is not None:
+        return []
     steps = steps_between(run.config(), settings["every"]) if settings.get("every") is not None else []
     saved = [step for step in steps if has_checkpoint(run, step)]
     return [*saved, last] if isinstance(last, int) else saved
@@ -77,6 +81,11 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluat
     for step in wanted_steps(run, settings):
         if _is_scored(run, step, settings):
             continue
+        if (folder := model_folder(run.config(), run.path / PROGRAM)) is not None:
+            scores = run.path / "eval" / f"step_{step}.json"
+            evaluator.evaluate_folder(folder, scores, run.summary() or {}, partial(log_step, step))
+            write_json(scores.with_suffix(".request.json"), _request(settings))
+            continue
         is_last = step == (run.summary() or {}).get("step")
         evaluator.evaluate(
             checkpoint_folder(run, step),
@@ -88,6 +97,18 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], evaluator: Evaluat
             progress=partial(log_step, step),
         )
         write_json(run.path / "eval" / f"step_{step}.request.json", _request(settings))
+
+
+def why_unscored(run: RunDirectory) -> str | None:
+    """Return why a finished run of an external program cannot be scored, and what to do; else None."""
+    if not (run.path / PROGRAM).is_dir():
+        return None
+    if model_folder(config := run.config(), run.path / PROGRAM) is None:
+        place = f"the program left no Hugging Face folder (trainer.hf_folder is {config.trainer.hf_folder!r})"
+        return f"{place}; put one into {{run}}, and give the command again"
+    if not all(map(find_spec, ("transformers", "accelerate"))):
+        return "transformers or accelerate is missing; pip install 'isoflop[bench]', and give the command again"
+    return None
 
 
 def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:

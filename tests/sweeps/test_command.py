@@ -15,11 +15,14 @@ from typing import Any
 
 import isoflop
 import pytest
+import torch
+from isoflop.evaluate.records import read_items
 from isoflop.sweeps.config import base_run
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import attempt
 from isoflop.sweeps.observe import doctor
 from isoflop.sweeps.prepare import from_config
+from isoflop.sweeps.results import scoring
 from isoflop.sweeps.results.table import build_table, sweep_curves
 from isoflop.sweeps.runs import lease
 from isoflop.sweeps.runs.attempts import Policy
@@ -31,6 +34,8 @@ from isoflop.train.files import read_json_lines
 from isoflop.train.job.environment import Ranks
 from isoflop.train.planner.command import check_command, command_line
 from small_runs import logged_steps
+from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(isoflop.__file__).resolve().parent
 # A trainer of a tenth of a second: it logs every 5 steps, saves every 10, and resumes exactly.
@@ -97,7 +102,7 @@ def test_a_grid_of_programs_is_trained_like_one_of_ours(trainer: Path) -> None:
         [sys.executable, str(ROOT / "sweep.py"), *overrides], cwd=trainer, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "benchmarks are left out" in done.stdout
+    assert "benchmarks of 2 runs are left out: the program left no Hugging Face folder" in done.stdout
     sweep = SweepDirectory.open(trainer / "outputs" / "s")
     table = build_table(sweep)
     assert len(table) == 2
@@ -242,6 +247,47 @@ def test_a_grid_picks_from_the_sizes_of_the_trainer(tmp_path: Path) -> None:
         base_run(compose([*overrides, "trainer.sizes=[{n:1}]"]))
 
 
+def test_a_hugging_face_folder_is_scored_by_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=257, max_position_embeddings=32, **sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    bytewise = ByteLevelBPETokenizer({symbol: number for number, symbol in enumerate(symbols)}, [])
+    PreTrainedTokenizerFast(tokenizer_object=bytewise._tokenizer, eos_token="<end>").save_pretrained(tmp_path / "model")
+    copy = f"import shutil; shutil.copytree('{tmp_path}/model', 'hf'); print('{{\"step\": 40, \"val_loss\": 2.5}}')"
+    config = config_of(python(copy), tmp_path)
+    assert train(config, tmp_path).state == "done"
+    run = RunDirectory(tmp_path / "s" / "runs" / run_id(config))
+    rows = [("It is", ["red", "blue"]), ("A long question; it does not fit", ["so", "or"]), ("x", ["y" * 63, "z"])]
+    lines = [json.dumps({"question": text, "choices": choices, "answer": 1}) for text, choices in rows]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    settings = {"tasks": [str(tmp_path / "own.jsonl")], "limit": None}
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "find_spec", lambda name: None)
+        assert scoring.is_scored(run, settings)
+        assert "pip install 'isoflop[bench]'" in str(scoring.why_unscored(run))
+    assert not scoring.is_scored(run, settings)
+    scoring.evaluate_run(run, settings, scoring.open_evaluator(settings, print))
+    assert scoring.is_scored(run, settings)
+    [scores] = scoring.evaluations(run).values()
+    assert scores["tokens"] == config.D
+    items = read_items(run.path / "eval" / "step_40.items.jsonl.gz")
+    assert [item["truncated"] for item in items] == [False, True, True]
+
+    def nats(context: str, continuation: str) -> float:
+        ids, count = torch.tensor([bytewise.encode(context + continuation).ids[-33:]]), len(continuation)
+        with torch.no_grad():
+            logs = model(ids[:, :-1]).logits.log_softmax(-1)
+        return float(logs.gather(2, ids[:, 1:, None])[0, -count:].sum())
+
+    for item, (text, choices) in zip(items[:2], rows, strict=False):
+        expected = [nats(text, f" {choice}") for choice in choices]
+        assert item["log_probabilities"] == pytest.approx(expected, abs=1e-4)
+    long = nats("x", " " + "y" * 31) + nats("y", "y" * 32)  # two windows of the model's context
+    assert items[2]["log_probabilities"][0] == pytest.approx(long, abs=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["char_model", "hf_trainer"])
 def test_an_example_of_its_readme_runs(name: str, tmp_path: Path) -> None:
@@ -253,7 +299,9 @@ def test_an_example_of_its_readme_runs(name: str, tmp_path: Path) -> None:
     text = (example / "README.md").read_text().replace("\\\n", "")
     command = next(line for line in text.splitlines() if "isoflop sweep" in line)
     _, _, *arguments = shlex.split(command)
+    (tmp_path / "own.jsonl").write_text('{"question": "x =", "choices": ["1", "None"], "answer": 1}\n' * 3)
     more = ["cluster=local", "fit.bootstrap=0", "grid.tokens_per_parameter=[0.5]", "cluster.flops_per_second=1e11"]
+    more += [f"evaluate.tasks=[{tmp_path}/own.jsonl]"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [sys.executable, str(ROOT / "sweep.py"), *arguments, *more], cwd=tmp_path, env=os.environ | {"PATH": path}
@@ -261,3 +309,5 @@ def test_an_example_of_its_readme_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0
     table = build_table(SweepDirectory.open(next((tmp_path / "outputs").iterdir())))
     assert (table["loss"] < 5).all()
+    assert ("own/acc" in table and bool((table["own/items"] == 3).all())) == (name == "hf_trainer")
+    assert any(tmp_path.glob("outputs/*/fit/evaluation.html")) == (name == "hf_trainer")

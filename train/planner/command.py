@@ -38,7 +38,7 @@ def check_command(config: RunConfig) -> None:
     if not command or not isinstance(command, str if config.trainer.shell else str | list):
         needed = "a text" + " or a list of a program and its arguments" * (not config.trainer.shell)
         raise UserError(f"trainer.command is {command!r}; it must be {needed}")
-    for setting in ("checkpoints", "metrics"):
+    for setting in ("checkpoints", "metrics", "hf_folder"):
         if (glob := getattr(config.trainer, setting)) is not None and (not glob or glob[0] == "/"):
             raise UserError(f"trainer.{setting} is {glob!r}; it must be a glob in {{run}}, such as checkpoint-*")
     try:
@@ -67,6 +67,13 @@ def newest_checkpoint(config: RunConfig, folder: Path) -> tuple[int, int, Path] 
     """Return the last number in the name, the time and the path of the checkpoint for which they are largest."""
     found = ((re.findall(r"\d+", path.stem), path) for path in folder.glob(config.trainer.checkpoints))
     return max(((int((n or [0])[-1]), path.stat().st_mtime_ns, path) for n, path in found), default=None)
+
+
+def model_folder(config: RunConfig, folder: Path) -> Path | None:
+    """Return the newest Hugging Face folder that a program left, or None."""
+    glob = config.trainer.hf_folder
+    files = folder.glob(f"{glob}/config.json") if glob is not None else ()
+    return max((file.parent for file in files), key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def _pieces(config: RunConfig) -> list[str]:
