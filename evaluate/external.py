@@ -23,7 +23,7 @@ class FolderLM(HFLM):
             super().__init__(str(folder), device=device, dtype=dtype, batch_size="auto")
         if self.prefix_token_id is None:
             raise UserError(f"the tokenizer in {folder} has no bos_token and no eos_token; it must have one of them")
-        if device == "cpu":  # there "auto" tries 64 rows, whatever the memory
+        if device == "cpu":  # there "auto" takes 64 rows, even if memory runs out
             self.batch_size_per_gpu = max(1, BATCH_TOKENS[device] // self.max_length)
         self.truncated, self.failed = set[Any](), set[Any]()  # as in CheckpointLM
 
@@ -32,10 +32,9 @@ class FolderLM(HFLM):
         for strings, context, continuation in requests:
             if len(context) + len(continuation) > length + 1:
                 self.truncated.add(strings)
-            windows: Any = [(context, continuation)] if continuation else []
-            if len(continuation) > length:
-                windows = get_rolling_token_windows(continuation, context[-1], length, context_len=1)
-                windows = map(make_disjoint_window, windows)
+            windows: Any = [(context, continuation)]
+            if not 0 < len(continuation) <= length:
+                windows = map(make_disjoint_window, get_rolling_token_windows(continuation, context[-1], length, 1))
             parts.append([(strings, *window) for window in windows])
         scores = iter(super()._loglikelihood_tokens([window for part in parts for window in part], *args, **settings))
         answers = [[next(scores) for _ in part] for part in parts]

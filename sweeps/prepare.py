@@ -22,7 +22,7 @@ from ..evaluate.quantization.settings import parse
 from ..train.config import RECIPE, ParallelConfig, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError, counted
 from ..train.files import read_document, read_json, write_atomic, write_json
-from .config import SweepConfig, base_run, from_mapping
+from .config import EvaluateConfig, SweepConfig, base_run, from_mapping
 from .grid.content import Texts
 from .grid.doubts import doubts
 from .grid.expand import expand_grid
@@ -63,9 +63,8 @@ def from_config(config: SweepConfig) -> Prepared:
     assert config.sweep is not None
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
     if config.trainer.kind == "command":
-        inapplicable: Any = {"average": None, "every": None, "decode": False, "ngram": None, "quantize": []}
-        tasks = config.evaluate.tasks if config.trainer.hf_folder else []
-        config.evaluate = dataclasses.replace(config.evaluate, tasks=tasks, **inapplicable)
+        asked = EvaluateConfig() if config.trainer.hf_folder is None else config.evaluate  # the rest does not apply
+        config.evaluate = EvaluateConfig(asked.tasks, limit=asked.limit, allow_code=asked.allow_code, ngram=None)
     if config.evaluate.tasks:
         from ..evaluate.tasks.tasks import anchored
 
