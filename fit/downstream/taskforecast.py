@@ -266,6 +266,8 @@ def _refusal(value: Array, grid: _Grid, error: float, further: float, low: float
     runs = int(np.isfinite(value).sum())
     if runs < MIN_RUNS:
         return f"only {runs} runs have a score; at least {MIN_RUNS} are needed."
+    if np.nanmax(value) == np.nanmin(value):
+        return "every run has the same score, which shows no trend."
     if not np.isfinite(error):
         return "no larger run can be held out: below half of the largest compute are too few different runs."
     reach = max(float(cut.further.max()) for cut in grid.cuts)

@@ -182,6 +182,7 @@ def forecast_scores(table: pd.DataFrame, answers: Mapping[str, Answers]) -> list
 
     from ... import fit
     from ...fit.approaches.recipes import split
+    from ...fit.flops import flops_per_token
 
     try:
         runs = next(iter(split(fit.read_table(table)).values()))
@@ -198,7 +199,9 @@ def forecast_scores(table: pd.DataFrame, answers: Mapping[str, Answers]) -> list
             for task in tasks
         }
         items = {task: pd.DataFrame(margins).T.dropna(axis=1) for task, margins in by_run.items()}
-        ahead = fit.forecast_tasks(runs, N, compute / N / 6.0, items=items)
+        spend = flops_per_token(runs.N, runs.D, runs.flops)
+        D = compute / (6.0 * N if spend is None else spend(N))
+        ahead = fit.forecast_tasks(runs, N, D, items=items)
     except fit.InputError:  # no task, or a table without a law
         return []
     rows: list[dict[str, Any]] = ahead.to_dict("records")  # type: ignore[assignment]
