@@ -15,7 +15,6 @@ from typing import Any
 
 import isoflop
 import pytest
-import torch
 from isoflop.evaluate.records import read_items
 from isoflop.sweeps.config import base_run
 from isoflop.sweeps.entry import compose
@@ -34,8 +33,6 @@ from isoflop.train.files import read_json_lines
 from isoflop.train.job.environment import Ranks
 from isoflop.train.planner.command import check_command, command_line
 from small_runs import logged_steps
-from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(isoflop.__file__).resolve().parent
 # A trainer of a tenth of a second: it logs every 5 steps, saves every 10, and resumes exactly.
@@ -248,6 +245,10 @@ def test_a_grid_picks_from_the_sizes_of_the_trainer(tmp_path: Path) -> None:
 
 
 def test_a_hugging_face_folder_is_scored_by_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch  # here, because a worker of another test imports this file
+    from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=257, max_position_embeddings=32, **sizes)).eval()
@@ -276,9 +277,8 @@ def test_a_hugging_face_folder_is_scored_by_lm_eval(tmp_path: Path, monkeypatch:
 
     def nats(context: str, continuation: str) -> float:
         ids, count = torch.tensor([bytewise.encode(context + continuation).ids[-33:]]), len(continuation)
-        with torch.no_grad():
-            logs = model(ids[:, :-1]).logits.log_softmax(-1)
-        return float(logs.gather(2, ids[:, 1:, None])[0, -count:].sum())
+        logs = model(ids[:, :-1]).logits.log_softmax(-1)
+        return logs.gather(2, ids[:, 1:, None])[0, -count:].sum().item()
 
     for item, (text, choices) in zip(items[:2], rows, strict=False):
         expected = [nats(text, f" {choice}") for choice in choices]
