@@ -58,18 +58,7 @@ def sweep_page(
         return render_page("sweep.html", title, {"tasks": []}, "sweep.css")
     lowest = sweep.lowest([place for group in sweep.budgets for place in group])
     scores = {} if lowest is None else sweep.rows[lowest]["tasks"]
-    tasks = [
-        Task(
-            name,
-            signals[name],
-            task_verdict(signals[name]),
-            trend(sweep, name),
-            _panels(sweep, name, ahead),
-            _forecast(ahead),
-        )
-        for name in names
-        for ahead in [[row for row in forecasts if row["task"] == name]]
-    ]
+    tasks = [_task(sweep, name, signals[name], [row for row in forecasts if row["task"] == name]) for name in names]
     best = sweep.best_of_each()
     best_of_budget = {place for line in sweep.lines.values() for place in line}
     sections = [
@@ -244,6 +233,11 @@ class Task(NamedTuple):
     trend: list[float]  # bits per byte of each budget's best run
     panels: list[Panel]
     forecast: str  # a sentence on the accuracy at the largest compute of the forecast
+
+
+def _task(sweep: Sweep, name: str, signals: Signal, ahead: Sequence[Row]) -> Task:
+    panels = _panels(sweep, name, ahead)
+    return Task(name, signals, task_verdict(signals), trend(sweep, name), panels, _forecast(ahead))
 
 
 LAWS = {"compute": "compute", "size": "N and D", "loss": "the loss", "items": "the items"}

@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 MIN_RUNS, MIN_ITEMS = 4, 2  # a line of abilities with two degrees of freedom; two items to tell ability from difficulty
 GRID = (33, 22)  # items of different level, and of different slope; a finer grid changed no figure
-ROUNDS, STEPS, SETTLED = (
-    8,
-    20,
-    1e-3,
-)  # most solutions of the abilities, steps of the prior in each, change that ends them
+ROUNDS, STEPS = 8, 20  # most solutions of the abilities, and steps of the prior in each
+SETTLED = 1e-3  # change of the abilities that ends them
 SMOOTH = 60.0  # items that the grid's first prior counts as; chosen on simulated items
 TAIL = 0.02  # of a 95 % interval of a difficulty: the prior is estimated; 0.025 held 93 % of simulated margins' items
 # Right/wrong answers say little about one item: difficulties and log discriminations before any answer is seen.
@@ -101,11 +98,10 @@ class ItemLaw(Estimator):
     def _check_responses(self, y: Array, x: Array, at: Column, chance: float) -> None:
         if y.ndim != 2 or len(y) != len(x):
             raise InputError(f"responses have shape {y.shape}; {len(x)} runs need a table (runs, items).")
-        for size, least, what in ((len(y), MIN_RUNS, "run"), (y.shape[1], MIN_ITEMS, "item")):
-            if size < least:
-                raise InputError(
-                    f"responses have {size} {what}{'s' * (size != 1)}; an item law needs at least {least}."
-                )
+        for size, required, what in ((len(y), MIN_RUNS, "run"), (y.shape[1], MIN_ITEMS, "item")):
+            if size < required:
+                have = f"{size} {what}{'s' * (size != 1)}"
+                raise InputError(f"responses have {have}; an item law needs at least {required}.")
         if not np.isfinite(y).all():
             run, item = np.argwhere(~np.isfinite(y))[0]
             raise InputError(f"run {run} has no response to item {item}; all runs must answer the same items.")

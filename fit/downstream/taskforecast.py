@@ -181,11 +181,7 @@ def _fit_curves(part: _Scores, grid: _Grid, law: str) -> Fits:
 def _fit_items(part: _Scores, grid: _Grid, items: Mapping[str, Any]) -> Fits:
     """Fit the item law of each task with `items`; NaN for a task that has none, or whose items determine no law."""
     T, K, n = len(part.tasks), len(grid.masks), len(grid.measured)
-    value, variance, scatter = (
-        np.full((T, K, len(grid.compute)), np.nan),
-        np.zeros((T, K, len(grid.compute))),
-        np.zeros(T),
-    )
+    value, variance = np.full((T, K, len(grid.compute)), np.nan), np.zeros((T, K, len(grid.compute)))
     for t, task in enumerate(part.tasks):
         if task not in items or not {*grid.run_id} <= {*map(str, items[task].index)}:
             continue
@@ -201,7 +197,7 @@ def _fit_items(part: _Scores, grid: _Grid, items: Mapping[str, Any]) -> Fits:
                     variance[t, 0, n:] = ((ends["high"] - ends["low"]) / (2 * 1.96)) ** 2
         except InputError:
             value[t] = np.nan
-    return value, variance, scatter
+    return value, variance, np.zeros(T)
 
 
 def _forecast(part: _Scores, grid: _Grid, level: float, items: Mapping[str, Any]) -> Iterable[dict[str, Any]]:

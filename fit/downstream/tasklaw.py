@@ -24,9 +24,7 @@ from ..laws.registry import law_class
 from ..solver.forms import LogSumTerms
 from ..solver.solver import Solution, solve
 from ..table import by_name
-from ..uncertainty import (
-    excess_scatter,
-)
+from ..uncertainty import excess_scatter
 
 LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
 OFFSETS = np.linspace(-6.0, 4.0, 11)  # starting values of the curve's argument at the mean loss ...
