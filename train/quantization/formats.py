@@ -50,10 +50,10 @@ def _quantized(
             x, target = rows[some, part].reshape(-1, size).float(), targets[some, part]
             noises = None if noise is None else noise[:, part].reshape(-1, size)
             direct = target.is_contiguous() and target.dtype == torch.float32 and not hadamard
-            x = _rotated(x) if hadamard else x
+            x = _rotate(x.mT.clone(memory_format=torch.contiguous_format)).mT if hadamard else x
             x = _rounded(x, FORMATS[format], noises, target.view_as(x) if direct else x)  # else x is a copy
             if not direct:
-                target.copy_((_rotated(x) if hadamard else x).view(target.shape))
+                target.copy_((_rotate(x.mT).mT if hadamard else x).reshape(target.shape))
     return out
 
 
@@ -109,17 +109,19 @@ def _mean(x: Tensor) -> Tensor:
     return x * (1 / count)
 
 
-def _rotated(x: Tensor) -> Tensor:
-    """Multiply rows (n, block) by the Walsh-Hadamard matrix over sqrt(block), its own inverse."""
-    columns, half = x.mT.contiguous(), 1  # (block, n): sums of long rows are faster than of neighbours in short ones
-    spare = torch.empty_like(columns[len(columns) // 2 :])
+def _rotate(columns: Tensor) -> Tensor:
+    """Multiply columns (block, n), in place, by the Walsh-Hadamard matrix over sqrt(block), its own inverse.
+
+    The rows are long, which makes sums of neighbours in a block fast.
+    """
+    half, spare = 1, torch.empty_like(columns[len(columns) // 2 :])
     while half < len(columns):
-        first, second = columns.view(-1, 2, half, len(x)).unbind(1)
+        first, second = columns.view(-1, 2, half, columns.shape[1]).unbind(1)
         difference = torch.sub(first, second, out=spare.view(first.shape))
         first += second
         second.copy_(difference)
         half *= 2
-    return columns.mul_(x.shape[-1] ** -0.5).mT.contiguous()
+    return columns.mul_(len(columns) ** -0.5)
 
 
 _operation = torch.library.custom_op("isoflop::fake_quantize", _quantized, mutates_args=())
