@@ -136,14 +136,15 @@ def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
 
 def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
     """Prepare and check the training text of the runs `asked` here: compute nodes may have no network."""
-    asked = [run for run in asked if prepared.by_id[run.run_id].trainer.kind != "command"]
-    if not asked:
+    by_id = prepared.by_id
+    runs = [run for run in (by_id[run.run_id] for run in asked) if run.trainer.kind != "command"]
+    if not runs:
         return
     from ...train.data.mixture import HeldOutText, open_stream
     from ...train.data.text import Text, domains_of, prepare_with_progress
 
     texts = dict[str, Text]()
-    for run in (prepared.by_id[run.run_id] for run in asked):
+    for run in runs:
         if (key := repr(domains_of(run.data))) not in texts:
             texts[key] = prepare_with_progress(run.data)
             HeldOutText.of(run.data, texts[key])  # this and the next line raise UserError if the text is too short
