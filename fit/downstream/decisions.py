@@ -142,10 +142,10 @@ def _assign_scales(rows: pd.DataFrame) -> Array:
     points = max((np.unique(logs[of], axis=0) for of in rows.groupby("recipe").indices.values()), key=len)
     distance = np.abs(logs[:, None] - points).max(axis=2)
     nearest = np.where(distance.min(axis=1) < SAME, distance.argmin(axis=1), -1)
-    known = sizes.assign(nearest=nearest)[nearest >= 0].groupby("nearest").median().sort_values("flops")
-    order = {point: scale for scale, point in enumerate(known.index.tolist())}
+    scales = sizes.assign(nearest=nearest)[nearest >= 0].groupby("nearest").median().sort_values("flops")
+    order = {point: scale for scale, point in enumerate(scales.index.tolist())}
     rows["scale"] = [order.get(point, -1) for point in nearest.tolist()]
-    return known.to_numpy()
+    return scales.to_numpy()
 
 
 class _Column:
@@ -163,8 +163,8 @@ class _Column:
         noise = np.where(freedom >= FREEDOM, np.nansum((seeds - 1) * variance, 0) / np.maximum(freedom, 1), of_items)
         noise = np.sqrt(np.where(noise > 0, noise, np.nan))  # of one run, (scales,)
         self.cost = float(items.max(initial=0) * rows["tokens"].fillna(1).median()) or math.inf  # unknown
-        known = np.isfinite(self.mean).sum(0)
-        last = self.last = int(max(np.flatnonzero(known >= RECIPES), default=0))
+        recipes_scored = np.isfinite(self.mean).sum(0)
+        last = self.last = int(max(np.flatnonzero(recipes_scored >= RECIPES), default=0))
         source = "unknown" if np.isnan(noise[last]) else "seeds" if freedom[last] >= FREEDOM else "items"
         reach = stdtrit(freedom[last] if source == "seeds" else math.inf, 0.975) * np.nan_to_num(noise[last])
         large, (i, j) = self.mean[:, last], np.triu_indices(len(recipes), 1)
@@ -175,7 +175,7 @@ class _Column:
             reason = f"runs answered different numbers of items ({items.min():g} to {items.max():g})"
         elif items.min(initial=ITEMS) < ITEMS:
             reason = f"it has {items[0]:g} of the at least {ITEMS} items that are needed"
-        elif not (known[:last] > 1).any():
+        elif not (recipes_scored[:last] > 1).any():
             reason = f"no scale with scores of {RECIPES} recipes has a smaller scale with scores of two of them"
         elif not np.isfinite(agrees).any():
             reason = "the recipes do not differ by more than noise at the largest scale"

@@ -169,9 +169,9 @@ def _fit_curves(part: _Scores, grid: _Grid, law: str) -> Fits:
     T, K, n = len(part.tasks), len(grid.masks), len(grid.measured)
     features = grid.features[law]
     fitted = features[:, :n] if law != "loss" else _of_loss(grid.measured, grid.measured)[None]
-    known = np.isfinite(part.value)
+    has_score = np.isfinite(part.value)
     y, errors = (np.repeat(values, K, axis=0) for values in (part.value, part.variance))
-    used = np.repeat(known, K, axis=0) & np.tile(grid.masks, (T, 1))
+    used = np.repeat(has_score, K, axis=0) & np.tile(grid.masks, (T, 1))
     curves = Curves.fit(fitted, y, errors, used, np.repeat(part.floor, K))
     at = features if len(features) == 1 else np.tile(features, (T, 1, 1))
     value, variance = (array.reshape(T, K, -1) for array in curves.predict(at))
@@ -232,11 +232,15 @@ def _forecast(part: _Scores, grid: _Grid, level: float, items: Mapping[str, Any]
         ],
     )
     low, high = np.clip(middle - wide, 0.0, 1.0), np.clip(middle + wide, 0.0, 1.0)
-    past = np.concatenate([np.einsum("lt,ltn->tn", share, values) for values in [value[:, :, 0, :0], *rolled]], axis=1)
+    held_out = np.concatenate(
+        [np.einsum("lt,ltn->tn", share, values) for values in [value[:, :, 0, :0], *rolled]], axis=1
+    )
     truth = np.concatenate([part.value[:, :0], *(part.value[:, rows] for rows in tested)], axis=1)
     if part.metric == "gold_bpb":
-        middle, low, high, past, truth = (-np.log2(np.maximum(v, 1e-9)) for v in (middle, high, low, past, truth))
-    error, leading = np.sqrt(np.nanmean((past - truth) ** 2, axis=1)), np.argmax(share, axis=0)
+        middle, low, high, held_out, truth = (
+            -np.log2(np.maximum(v, 1e-9)) for v in (middle, high, low, held_out, truth)
+        )
+    error, leading = np.sqrt(np.nanmean((held_out - truth) ** 2, axis=1)), np.argmax(share, axis=0)
     for t, task in enumerate(part.tasks):
         size = 1.0 - part.floor[t]
         for i, (N, D) in enumerate(zip(grid.N, grid.D, strict=True)):

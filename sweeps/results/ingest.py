@@ -51,8 +51,8 @@ def ingest(
             return []
 
     sources = [source for path in paths for source in tried(find_sources, path, expressions)]
-    own = to.resolve()
-    for source in (source for source in sources if not source.path.resolve().is_relative_to(own)):
+    destination = to.resolve()
+    for source in (source for source in sources if not source.path.resolve().is_relative_to(destination)):
         for run in tried(read_runs, source, columns, tokens_per_step):
             where = f"{run.source} ({run.name})"
             if not 1 <= run.facts.get("N_total", 0) < MOST:

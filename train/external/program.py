@@ -81,15 +81,15 @@ class Program(AbstractContextManager["Program"]):
         assert self._process.stdout is not None
         while True:
             chunk = os.read(self._process.stdout.fileno(), 1 << 16)
-            kept = chunk[: max(0, KEPT_FIRST - self.printed)]
+            written = chunk[: max(0, KEPT_FIRST - self.printed)]
             if not chunk and (left := self.printed - KEPT_FIRST) > 0:
                 end = self.last[-left:]
-                kept = f"\n… {left - len(end):,} bytes are left out\n".encode() + end
+                written = f"\n… {left - len(end):,} bytes are left out\n".encode() + end
             self.printed += len(chunk)
             self.last = (self.last + chunk)[-KEPT_LAST:]
             try:
                 with log.open("ab") as file:
-                    file.write(kept)
+                    file.write(written)
             except OSError as error:  # a full disk; the program must not wait for a full pipe
                 self.error = error
             if not chunk:

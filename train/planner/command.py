@@ -65,8 +65,8 @@ def command_line(config: RunConfig, folder: Path) -> list[str]:
 
 def newest_checkpoint(config: RunConfig, folder: Path) -> tuple[int, int, Path] | None:
     """Return the last number in the name, the time and the path of the checkpoint for which they are largest."""
-    found = ((re.findall(r"\d+", path.stem), path) for path in folder.glob(config.trainer.checkpoints))
-    return max(((int((n or [0])[-1]), path.stat().st_mtime_ns, path) for n, path in found), default=None)
+    numbered = ((re.findall(r"\d+", path.stem), path) for path in folder.glob(config.trainer.checkpoints))
+    return max(((int((n or [0])[-1]), path.stat().st_mtime_ns, path) for n, path in numbered), default=None)
 
 
 def model_folder(config: RunConfig, folder: Path) -> Path | None:
