@@ -44,9 +44,10 @@ def check_command(config: RunConfig) -> None:
     try:
         for name in (name for piece in _pieces(config) for _, name, _, _ in Formatter().parse(piece)):
             if name is not None and values.get(name) is None:
-                problem = "is null" if name in values else "is not a field of a run"
                 near = get_close_matches(name, [*values, "size.N"], n=3) or ["run", "tokens", "model.depth"]
-                raise UserError(f"trainer.command names {{{name}}}, which {problem}; it may name {', '.join(near)}")
+                problem = f"is not a field of a run; it may name {', '.join(near)}"
+                problem = "is null; set it, or leave it out of the command" if name in values else problem
+                raise UserError(f"trainer.command names {{{name}}}, which {problem}")
         command_line(config, Path(os.devnull))
     except (ValueError, TypeError) as error:
         problem = f"trainer.command is {command!r}, which cannot be filled in ({error})"
