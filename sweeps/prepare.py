@@ -6,6 +6,7 @@ Planning from the folder reads only the frozen run configs, so every node makes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -53,7 +54,7 @@ class Prepared:
     def directories(self) -> list[RunDirectory]:
         return [self.sweep.run(run.run_id) for run in self.plan.runs]
 
-    @property
+    @functools.cached_property
     def by_id(self) -> dict[str, RunConfig]:
         return {run_id(run): run for run in self.runs}
 

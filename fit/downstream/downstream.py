@@ -25,7 +25,7 @@ from .tasklaw import TaskLaw
 __all__ = ["SignalToNoise", "TaskLaw", "TaskPrediction", "TaskVerdict", "fit_tasks", "signal_to_noise", "task_names"]
 
 # Thresholds chosen by hand unless a source is named.
-FEWEST = 9  # runs: five constants plus a margin for the bootstrap
+FEWEST = 9  # runs: five constants plus a margin
 CLEAR = 2.0  # smallest range of the scores, in units of the range that noise alone would show
 LUCK = 0.01  # significance level of a best score above chance
 MONOTONE = 0.5  # smallest rank correlation of accuracy with falling loss
@@ -177,7 +177,6 @@ class _Scores:
     measure: str
     at: np.ndarray
     run: np.ndarray
-    group: np.ndarray
     step: Array
     final: np.ndarray
     loss: Array
@@ -230,7 +229,6 @@ def _scores(task: str, table: RunTable) -> _Scores:
         measure=measure,
         at=at,
         run=np.concatenate([table.run_id[at], table.run_id[owner[keep]]]),
-        group=np.concatenate([table.group[at], table.group[owner[keep]]]),
         step=np.where(np.isfinite(step), step, np.inf)[places],
         final=np.arange(len(places)) < len(at),
         loss=loss[places],

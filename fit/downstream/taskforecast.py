@@ -157,11 +157,11 @@ def _read(metric: str, table: RunTable) -> _Scores | None:
         usual = np.median(error[error > 0]) if (error > 0).any() else 0.0
         error = np.maximum(np.where(np.isfinite(error), error, usual), max(0.5 * usual, 1e-4))
         floor = float(np.median(chance[np.isfinite(chance)])) if np.isfinite(chance).any() else 0.0
-        columns.append((value, error**2, floor))
+        columns.append((task, value, error**2, floor))
     if not columns:
         return None
-    tasks = [name for name in names if np.isfinite(numeric(frame, f"{name}/{metric}")[rows]).any()]
-    return _Scores(metric, tasks, *(np.array(column) for column in zip(*columns, strict=True)))
+    tasks, *values = zip(*columns, strict=True)
+    return _Scores(metric, list(tasks), *map(np.array, values))
 
 
 def _fit_curves(part: _Scores, grid: _Grid, law: str) -> Fits:

@@ -227,13 +227,15 @@ def compare_command(
     stems = [Path(one).resolve().stem for one in given]
     names = stems if len({*stems}) == len(given) else given  # such as outputs/a/table.csv and outputs/b/table.csv
     if any(Path(one).exists() for one in given[1:]):
-        tables = [(name, table) for name, one in zip(names, given, strict=True) for _, table in _variants(one)]
+        read = [_variants(one, fit.read_table(one)) for one in given]
+        tables = [(name, table) for name, variants in zip(names, read, strict=True) for _, table in variants]
         if len(tables) > len(given):
             problem = f"of {', '.join(given)}, some have several variants or number formats"
             raise UserError(f"{problem}; give one of them alone, or tables of one each")
         recipes = tables
     else:
-        tables, recipes = _variants(*given), _variants(given[0])
+        runs = fit.read_table(given[0])
+        tables, recipes = _variants(given[0], runs, *given[1:]), _variants(given[0], runs)
     if len(tables) < 2:
         raise UserError(f"{given[0]} has only one variant; give two sweeps or tables, or a sweep of +grid=compare")
     (name, base), *others = tables
@@ -243,12 +245,10 @@ def compare_command(
     show([one.to_dict() | {"decisions": decisions} for one in comparisons], as_json, print_comparisons)
 
 
-def _variants(source: str, *names: str) -> list[tuple[str, RunTable]]:
+def _variants(source: str, runs: RunTable, *names: str) -> list[tuple[str, RunTable]]:
     """Return the variants, formats or recipes of a table, by default all, the base first; one name: the base and it."""
-    from ... import fit
     from ...fit.approaches.recipes import UNQUANTIZED, kinds, split
 
-    runs = fit.read_table(source)
     tables = split(runs)
     chosen = [UNQUANTIZED if name == "none" else name for name in names] or [*tables]
     for name in chosen:

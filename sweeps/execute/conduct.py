@@ -136,8 +136,7 @@ def open_runs(prepared: Prepared, only: set[str] | None) -> list[RunDirectory]:
 
 def _prepare_text(prepared: Prepared, asked: list[RunDirectory]) -> None:
     """Prepare and check the training text of the runs `asked` here: compute nodes may have no network."""
-    by_id = prepared.by_id
-    runs = [run for run in (by_id[run.run_id] for run in asked) if run.trainer.kind != "command"]
+    runs = [run for run in (prepared.by_id[run.run_id] for run in asked) if run.trainer.kind != "command"]
     if not runs:
         return
     from ...train.data.mixture import HeldOutText, open_stream
@@ -267,7 +266,8 @@ def outcome(prepared: Prepared) -> int:
             print(f"run {other.run_id} replaced it, at a lower learning rate")
         else:
             code = 1
-    done = [run for run in prepared.directories if prepared.config.evaluate.scores and run.is_done()]
+    external = [run for run in prepared.directories if prepared.by_id[run.run_id].trainer.kind == "command"]
+    done = [run for run in external if prepared.config.evaluate.scores and run.is_done()]
     if reasons := [reason for run in done if (reason := why_unscored(run)) is not None]:
         print(f"benchmarks of {counted(len(reasons), 'run')} are left out: {reasons[0]}")
     if missing:

@@ -83,7 +83,9 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
 
     under_way, last, planned = list[str](), dict[str, float](), dict[str, list[float]]()
     plan = {row["run_id"]: row for row in sweep.plan()["runs"]}
-    logged = sweep_curves(sweep) if sweep.is_ingested else None
+    logged = None
+    if sweep.is_ingested:  # its runs have no config
+        logged = {str(name): rows.dropna(subset=["lr"]) for name, rows in sweep_curves(sweep).groupby("run_id")}
     for run in sweep.runs():
         state = run.state().state
         summary = run.summary() if state == "done" else None
@@ -123,11 +125,13 @@ def forecast_running(sweep: SweepDirectory) -> tuple[list[Forecast], dict[str, s
     return forecasts, without
 
 
-def _logged_rates(curves: Any, plan: Mapping[str, Any], run_id: str) -> list[float]:
-    """Return the logged rates of an ingested run, after its last step as in the first finished run at that share."""
+def _logged_rates(rates: Mapping[str, Any], plan: Mapping[str, Any], run_id: str) -> list[float]:
+    """Return the logged rates of an ingested run, after its last step as in the first finished run at that share.
+
+    `rates`: columns step and lr of each run.
+    """
     import numpy as np
 
-    rates = {name: rows.dropna(subset=["lr"]) for name, rows in curves.groupby("run_id")}
     steps, own = plan[run_id]["steps"], rates[run_id]
     every = np.arange(1, steps + 1)
     other = next(

@@ -25,7 +25,8 @@ from .program import Program
 if TYPE_CHECKING:
     import pandas as pd
 
-LOOK_SECONDS, READ_SECONDS, READ_SHARE = 0.2, 2.0, 0.05  # between looks at a program, at its log; share of the latter
+LOOK_SECONDS, READ_SECONDS = 0.2, 2.0  # between checks of a program, and at least between reads of its log
+READ_SHARE = 0.05  # largest share of the time that reading logs takes
 LOSSES, COUNTS = ["val_loss", "train_loss"], ("N_total", "N_active", "N_non_embedding")
 OURS = ("step", "tokens", "flops", "train_loss", "smoothed_loss", "val_loss", "lr", "grad_norm", "tokens_per_s")
 
@@ -74,8 +75,11 @@ class Records:
         self._tracker = Tracker(config, run_id(config), directory, report)
 
     def follow(self, program: Program, should_stop: Callable[[], bool]) -> tuple[int | None, bool, bool]:
-        """Follow a program until it ends, must stop, or hangs. Returns the exit code, and which of the latter two."""
-        printed, signed_at, next_read = 0, time.monotonic(), time.monotonic() + READ_SECONDS
+        """Follow a program until it ends, must stop, or hangs.
+
+        Returns the exit code (None: it still runs), whether it must stop, and whether it hangs.
+        """
+        printed, last_sign, next_read = 0, time.monotonic(), time.monotonic() + READ_SECONDS
         while True:
             code, now, new = program.wait(LOOK_SECONDS), time.monotonic(), False
             if code:
@@ -85,8 +89,8 @@ class Records:
                 new = self.read()
                 next_read = time.monotonic() + max(READ_SECONDS, (time.monotonic() - now) / READ_SHARE)
             if new or program.printed > printed:
-                printed, signed_at = program.printed, now
-            hung = now > signed_at + self.config.trainer.silence_seconds
+                printed, last_sign = program.printed, now
+            hung = now > last_sign + self.config.trainer.silence_seconds
             if code is not None or stop or hung or program.error is not None:
                 return code, stop, hung
 
@@ -145,6 +149,7 @@ def read_log(config: RunConfig, directory: Path) -> tuple[pd.DataFrame, dict[str
                 runs += read_runs(source, config.trainer.columns or {}, config.batch_tokens)
             except (UserError, OSError) as error:  # for instance a checkpoint that is JSON too
                 problem = re.sub(r"--map (\w+)=KEY", r"trainer.columns={\1:KEY}", str(error))
+                problem = problem.replace("--map names", "trainer.columns names")
     if not runs:
         raise UserError(problem)
     runs.sort(key=lambda run: -run.metrics[LOSSES].notna().any(axis=1).sum())

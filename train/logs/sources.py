@@ -96,7 +96,8 @@ def read_runs(
             (runs.get(name) or runs.setdefault(name, Series(columns))).add(record)
     if not runs:
         raise UserError(f"{source.path} has no numbers yet; give a log with at least one step")
-    return [series.to_run(name, source, tokens_per_step) for name, series in runs.items()]
+    stated = _config_facts(source)
+    return [series.to_run(name, source, stated, tokens_per_step) for name, series in runs.items()]
 
 
 class Series:
@@ -133,15 +134,18 @@ class Series:
                 column[0].append(step)
                 column[1].append(value)
 
-    def to_run(self, name: str, source: Source, tokens_per_step: float | None) -> ForeignRun:
+    def to_run(
+        self, name: str, source: Source, stated: Mapping[str, float], tokens_per_step: float | None
+    ) -> ForeignRun:
         """Assemble the run. Of several values of a step the last one counts; losses that are not finite are left out.
 
-        The fact `diverged` is the step from which on no loss is finite.
+        `stated` are the facts of a config, which those of the log replace. The fact `diverged` is the step from which
+        on no loss is finite.
         """
         import numpy as np
         import pandas as pd
 
-        facts = {**_config_facts(source), **self.facts, **self.constants}
+        facts = {**stated, **self.facts, **self.constants}
         columns, keys, remarks = dict[str, Any](), dict[str, str](), list[str]()
         for key in sorted(self.values, key=lambda key: self.roles[key] or (0, "")):
             steps, values = map(np.frombuffer, self.values[key])
