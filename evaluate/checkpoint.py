@@ -28,7 +28,7 @@ from ..train.flops import count_parameters, training_flops_per_token
 from ..train.hardware import pick_device
 from ..train.job.control import run_on_ranks
 from ..train.parallel.mesh import Mesh
-from .harness import ALONE, CheckpointLM, TokenCache, answer_task
+from .harness import ALONE, CheckpointLM, WindowCache, answer_task
 from .inference.generate import decode_speed
 from .items import as_dicts
 from .metrics import task_scores
@@ -65,7 +65,7 @@ class Evaluator:
     average: float | None = None
     ngram: int | None = None
     ranks: Mesh = ALONE
-    tokens: dict[str, TokenCache] = field(default_factory=dict, repr=False)  # by tokenizer
+    windows: dict[tuple[str, int], WindowCache] = field(default_factory=dict, repr=False)  # by tokenizer and length
     contaminated: dict[str, Contamination] = field(default_factory=dict, repr=False)  # by corpus, for this suite
 
     def __post_init__(self) -> None:
@@ -145,7 +145,8 @@ class Evaluator:
 
     def _score(self, record: Record, loaded: Any, device: str, missing: list[SuiteTask], say: Report) -> None:
         contaminated, record.scores["contamination_withheld"] = self._contamination(loaded, say)
-        tokens = self.tokens.setdefault(loaded.tokenizer.fingerprint, TokenCache())
+        length = loaded.config.data.sequence_length
+        windows = self.windows.setdefault((loaded.tokenizer.fingerprint, length), {})
         missing = sorted(missing, key=lambda task: task.cost)
         items, of = (sum(task.subset[count] for task in missing) for count in ("items", "of"))
         requests = counted(sum(len(task.task.instances) for task in missing), "request")
@@ -154,10 +155,10 @@ class Evaluator:
             lm = CheckpointLM(
                 loaded.model,
                 loaded.tokenizer,
-                loaded.config.data.sequence_length,
+                length,
                 device,
                 self.batch_tokens,
-                tokens=tokens,
+                windows=windows,
                 answers=answers,
                 ranks=self.ranks,
                 say=say,

@@ -7,17 +7,17 @@ a *continuation* that is too long is scored by lm-eval's rolling windows.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import lm_eval
 import numpy as np
 import torch
 from lm_eval.api.metrics import mean
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -38,20 +38,21 @@ from .tasks.suite import SuiteTask, quiet
 BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 # Tokens that a rank scores, and prompts that it continues, before the answers of all ranks are stored.
 ROUND_TOKENS, ROUND_PROMPTS = 1 << 18, 64
+ENCODED = 1024  # requests whose whole texts are tokens at a time
 ALONE = Mesh()
 
 
-class TokenCache(dict[str, np.ndarray]):
-    """Token ids of texts under one tokenizer, kept for later checkpoints."""
+class Windows(NamedTuple):
+    """What the model reads of a request."""
 
-    def encode(self, texts: Iterable[str], encode: Callable[[Sequence[str]], Sequence[Any]]) -> dict[str, list[int]]:
-        unique = dict.fromkeys(texts)
-        if new := [text for text in unique if text not in self]:
-            self.update(zip(new, map(np.asarray, encode(new)), strict=True))
-        return {text: self[text].tolist() for text in unique}
+    requests: list[Request]
+    is_cut: bool  # whether the prompt was cut, or the continuation takes several windows
 
 
-class CheckpointLM(TemplateLM):
+WindowCache = dict[tuple[str, ...], Windows]  # by the texts of a request
+
+
+class CheckpointLM(LM):
     """The lm-eval interface of our models. An empty context becomes the tokenizer's `end_of_document`."""
 
     def __init__(
@@ -62,7 +63,7 @@ class CheckpointLM(TemplateLM):
         device: str | torch.device = "cpu",
         batch_tokens: int | None = None,  # bound on rows times length of one forward pass; default by device
         *,
-        tokens: TokenCache | None = None,  # of this tokenizer
+        windows: WindowCache | None = None,  # of this tokenizer and length, kept for later checkpoints
         answers: Answers | None = None,  # earlier answers of this model; by default none are kept
         ranks: Mesh = ALONE,  # processes that share the work, each with the same model
         say: Callable[[str], None] = lambda line: None,  # called if memory runs out
@@ -71,65 +72,76 @@ class CheckpointLM(TemplateLM):
         self.model, self.text, self.max_length = model, tokenizer, max_length
         self._device = torch.device(device)
         self.batch_tokens = batch_tokens or BATCH_TOKENS["cuda" if on_gpu(self._device) else "cpu"]
-        self._tokens, self._answers, self._ranks = TokenCache() if tokens is None else tokens, answers, ranks
+        self._windows, self._answers, self._ranks = {} if windows is None else windows, answers, ranks
         self._scorer = Scorer(model, device, self.batch_tokens, say)
         # Arguments of requests with a cut prompt or a continuation of several windows, and of those with a NaN.
         self.truncated: set[tuple[Any, ...]] = set()
         self.failed: set[tuple[Any, ...]] = set()
 
-    @property
-    def eot_token_id(self) -> int:
-        return self.text.end_of_document
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self._encode([string])[string]
-
-    def _encode(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        return self._tokens.encode(texts, self.text.encode_batch)
+    def _encode(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        unique = list(dict.fromkeys(texts))
+        return {text: ids.tolist() for text, ids in zip(unique, self.text.encode_batch(unique), strict=True)}
 
     # --- log-likelihoods ---------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Score]:
         """Return each continuation's log-probability in nats, and whether greedy decoding generates it."""
-        pairs = [request.args for request in requests]
+        pairs = self._cut(requests, self._windows_of_pairs)
+        self.truncated |= {pair for pair in pairs if self._windows[pair].is_cut}
+        return self._sums("loglikelihood", pairs)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        """Return the log-probability of each whole text in nats, summed over windows that score every token once."""
+        return [nats for nats, _ in self._sums("rolling", self._cut(requests, self._windows_of_texts))]
+
+    def _cut(self, requests: list[Any], windows: Callable[[list[Any]], Iterator[Windows]]) -> list[Any]:
+        """Cache the windows of requests, and return the requests' texts."""
+        texts = [request.args for request in requests]
+        new = list(dict.fromkeys(one for one in texts if one not in self._windows))
+        for start in range(0, len(new), ENCODED):  # the ids of all whole prompts would take gigabytes
+            part = new[start : start + ENCODED]
+            self._windows.update(zip(part, windows(part), strict=True))
+        return texts
+
+    def _windows_of_pairs(self, pairs: list[tuple[str, str]]) -> Iterator[Windows]:
         # As in lm-eval, trailing blanks of a context belong to the continuation, and both are encoded as one text.
         contexts = [context.rstrip() for context, _ in pairs]
         ids = self._encode([*contexts, *(context + continuation for context, continuation in pairs)])
-        split = []
         for (context, continuation), start in zip(pairs, contexts, strict=True):
             whole, before = ids[context + continuation], ids[start]
-            if context == "" and whole[:1] == [self.prefix_token_id]:
+            if context == "" and whole[:1] == [self.text.end_of_document]:
                 before = whole[:1]
             if len(before) >= len(whole) and context + continuation != start:
                 # No token belongs to the answer alone, so tokens across the border count as the answer's.
                 before = whole[: min(shared_length(np.asarray(before), np.asarray(whole)), len(whole) - 1)]
-            split.append(((context, continuation), before, whole[len(before) :]))
-        return self._loglikelihood_tokens(split)
-
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
-    ) -> list[Score]:
-        windows = []
-        for strings, context, continuation in requests:
-            room = self.max_length + 1 - len(continuation)
-            if len(context) > room:
-                self.truncated.add(strings)
-            before = context or [self.prefix_token_id]  # a context of blanks is part of the continuation
+            scored = whole[len(before) :]
+            room = self.max_length + 1 - len(scored)
+            is_cut = len(before) > room
+            before = before or [self.text.end_of_document]  # a context of blanks is part of the continuation
             if room < 1:
-                windows.append(_rolling_windows(continuation, before[-1], self.max_length))
+                yield Windows(self._rolling(scored, before[-1]), is_cut)
             else:
-                windows.append([Request(before[-room:], continuation)] if continuation else [])
-        return self._sums([request_key("loglikelihood", *strings) for strings, _, _ in requests], windows)
+                yield Windows([self._request(before[-room:], scored)] if scored else [], is_cut)
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Return the log-probability of each whole text in nats, summed over windows that score every token once."""
-        texts = [request.args[0] for request in requests]
-        ids = self._encode(texts)
-        windows = [_rolling_windows(ids[text], self.prefix_token_id, self.max_length) for text in texts]
-        return [total for total, _ in self._sums([request_key("rolling", text) for text in texts], windows)]
+    def _windows_of_texts(self, texts: list[tuple[str]]) -> Iterator[Windows]:
+        ids = self._encode(text for (text,) in texts)
+        return (Windows(self._rolling(ids[text], self.text.end_of_document), False) for (text,) in texts)
 
-    def _sums(self, names: list[str], windows: list[list[Request]]) -> list[Score]:
+    def _rolling(self, tokens: list[int], prefix: int) -> list[Request]:
+        """Split a text into lm-eval's windows, each after one token of context, which is `prefix` for the first window.
+
+        If the last window is shorter, as much context as fits into `max_length` precedes it.
+        """
+        windows = get_rolling_token_windows(tokens, prefix, self.max_length, context_len=1)
+        return [self._request(*make_disjoint_window(window)) for window in windows]
+
+    def _request(self, prefix: list[int], continuation: list[int]) -> Request:
+        return Request(np.array(prefix, self.text.dtype), np.array(continuation, self.text.dtype))
+
+    def _sums(self, kind: str, texts: list[tuple[str, ...]]) -> list[Score]:
         # Answers are kept window by window, because the windows of a text are not in one batch.
+        windows = [self._windows[one].requests for one in texts]
+        names = [request_key(kind, *one) for one in texts]
         parts = [[f"{name}.{number}" for number in range(len(of))] for name, of in zip(names, windows, strict=True)]
         by_name = dict(zip(chain(*parts), chain(*windows), strict=True))
         scores = {name: (float(nats), bool(greedy)) for name, (nats, greedy) in self._known(by_name).items()}
@@ -199,10 +211,10 @@ class CheckpointLM(TemplateLM):
             # 32 bits, which is what torch keeps of a seed on the CPU; neighbouring numbers would be poor seeds.
             seed = int(np.random.SeedSequence([0, place]).generate_state(1)[0])
             names.append(request_key("generate", context, group, seed if sampling.temperature > 0 else None))
-            prompts[names[-1]] = (ids[context] or [self.prefix_token_id])[-room:], seed
+            prompts[names[-1]] = (ids[context] or [self.text.end_of_document])[-room:], seed
 
         def finished(new: list[int]) -> bool:
-            return new[-1] == self.eot_token_id or (bool(stops) and any(stop in decode(new) for stop in stops))
+            return new[-1] == self.text.end_of_document or (bool(stops) and any(stop in decode(new) for stop in stops))
 
         texts = {name: answer[0] for name, answer in self._known(prompts).items()}
         missing = [name for name in prompts if name not in texts]
@@ -236,15 +248,6 @@ class CheckpointLM(TemplateLM):
             take([name for other in range(size) for name in part[other::size]], list(chain(*outputs)))
         self.failed |= {(context,) for context, name in zip(contexts, names, strict=True) if texts[name] is None}
         return [texts[name] or "" for name in names]
-
-
-def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Request]:
-    """Split a text into lm-eval's windows, each after one token of context, which is `prefix` for the first window.
-
-    If the last window is shorter, as much context as fits into `max_length` precedes it.
-    """
-    windows = get_rolling_token_windows(tokens, prefix, max_length, context_len=1)
-    return [Request(*make_disjoint_window(window)) for window in windows]
 
 
 def answer_task(lm: CheckpointLM, entry: SuiteTask) -> tuple[list[ItemResult], dict[str, float | None]]:

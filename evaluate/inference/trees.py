@@ -19,13 +19,13 @@ Ids = npt.NDArray[np.int64]
 class Request:
     """Tokens to be scored (`continuation`), after at least one other token (`prefix`)."""
 
-    prefix: Sequence[int]
-    continuation: Sequence[int]
+    prefix: Sequence[int] | npt.NDArray[np.integer]
+    continuation: Sequence[int] | npt.NDArray[np.integer]
 
     @property
     def inputs(self) -> Ids:
         """Return the tokens that the model reads: all but the last one, which is only predicted."""
-        return np.asarray([*self.prefix, *self.continuation[:-1]], dtype=np.int64)
+        return np.concatenate([self.prefix, self.continuation[:-1]]).astype(np.int64)
 
 
 @dataclass(frozen=True)

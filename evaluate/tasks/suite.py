@@ -114,9 +114,12 @@ def freeze(
             [task.get_config(part) for part in ("output_type", "process_results", "metric_list", "filter_list")],
         ]
     # A function by its name: its address differs from process to process.
-    text = json.dumps(content, sort_keys=True, default=lambda value: str(getattr(value, "__qualname__", value)))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    subset = {"items": len(indices), "of": count, "split": split, "seed": SEED, "source": source, "sha256": digest}
+    encoder = json.JSONEncoder(sort_keys=True, default=lambda value: str(getattr(value, "__qualname__", value)))
+    digest = hashlib.sha256()
+    for part in encoder.iterencode(content):  # all prompts in one text would take gigabytes
+        digest.update(part.encode())
+    subset = {"items": len(indices), "of": count, "split": split, "seed": SEED, "source": source}
+    subset["sha256"] = digest.hexdigest()
     return SuiteTask(name, task, indices, subset | remarks, task.VERSION, shots)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from isoflop.evaluate.harness import CheckpointLM, TokenCache, answer_task
+from isoflop.evaluate.harness import CheckpointLM, WindowCache, answer_task
 from isoflop.evaluate.metrics import ItemResult
 from isoflop.evaluate.records import Answers, _right_choices
 from isoflop.train.data.tokenizers import ByteTokenizer
@@ -189,10 +189,11 @@ class Counted(ByteTokenizer):
 
 
 def test_the_next_checkpoint_encodes_nothing_and_has_its_own_scores() -> None:
-    rng, tokenizer, tokens = np.random.default_rng(13), Counted(), TokenCache()
+    rng, tokenizer = np.random.default_rng(13), Counted()
+    windows: WindowCache = {}
     prompts = [random_text(rng, 0, 30) for _ in range(5)]
     pairs = [request(prompt, " " + random_text(rng, 0, 9)) for prompt in prompts for _ in range(4)]
-    scores = [lm_of(gpt(seed), tokenizer=tokenizer, tokens=tokens).loglikelihood(pairs) for seed in (0, 1)]
+    scores = [lm_of(gpt(seed), tokenizer=tokenizer, windows=windows).loglikelihood(pairs) for seed in (0, 1)]
     assert len(tokenizer.texts) == len(set(tokenizer.texts)) > 20
     assert scores[0] != scores[1] == lm_of(gpt(1)).loglikelihood(pairs)
 
