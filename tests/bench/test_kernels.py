@@ -37,14 +37,6 @@ def test_both_sides_attend_alike(capsys: pytest.CaptureFixture[str]) -> None:
     assert "MiB / peer" in capsys.readouterr().out
 
 
-def test_attention_is_counted_by_the_causal_convention() -> None:
-    shape = layers.GPU_SHAPES[0]
-    assert (shape.batch * shape.time, shape.heads * shape.head_dim, shape.head_dim) == (16384, 2048, 64)
-    assert shape.forward_flops == 4 * 1024**2 * 64 * 32 / 2 * 16
-    assert {s.head_dim for s in layers.GPU_SHAPES} == {64, 128}
-    assert {s.time for s in layers.GPU_SHAPES} == {1024, 2048, 4096, 8192, 16384}
-
-
 def test_a_difference_is_seen() -> None:
     one = (torch.tensor([1.0, -2.0]), torch.tensor([4.0]))
     assert largest_difference(one, one) == 0

@@ -57,7 +57,7 @@ def test_the_peer_is_the_same_model(tmp_path: Path) -> None:
     assert peer().item() < ours.item()  # it trains
 
 
-@pytest.mark.parametrize("size", ["124M", "350M", "1.3B"])
+@pytest.mark.parametrize("size", ["124M", "1.3B"])
 def test_sizes_have_the_parameters_that_their_names_say(size: str, tmp_path: Path) -> None:
     N = count_parameters(bench_config("bf16", tmp_path, compiled=False, size=size).model).N_total
     assert pytest.approx(float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]], rel=0.06) == N
@@ -73,9 +73,3 @@ def test_rows_of_the_sizes_for_gpus_have_the_format_of_every_benchmark(monkeypat
     assert "LlamaForCausalLM" in row["peer_name"]
     assert len(rows) == 2
     assert "T=16, B=4" in row["case"]
-
-
-def test_a_case_says_how_large_its_model_is(tmp_path: Path) -> None:
-    config = bench_config("fp32", tmp_path, compiled=False)
-    assert count_parameters(config.model).N_total == 1_055_104
-    assert bench_train.size_and_batch(config) == "1.06M parameters, T=256, B=16"

@@ -42,8 +42,6 @@ SHAPES = {
         width=48, depth=3, heads=4, kv_heads=2, tied_embeddings=False, rope_theta=5e3, norm_eps=1e-6
     ),
     "Qwen3ForCausalLM": ModelConfig(width=48, depth=3, heads=4, kv_heads=2, qk_norm=True),
-    "MistralForCausalLM": ModelConfig(width=48, depth=3, heads=4, window=7),
-    "Qwen3ForCausalLM, window": ModelConfig(width=48, depth=3, heads=4, window=7, qk_norm=True),
     "LlamaForCausalLM, heads of another size, llama3": ModelConfig(
         width=48, depth=2, heads=4, kv_heads=2, head_size=20, rope_scaling="llama3", **LONGER
     ),
@@ -52,10 +50,11 @@ SHAPES = {
     "Qwen2ForCausalLM, yarn, window": ModelConfig(
         width=48, depth=2, heads=4, head_size=16, window=7, qkv_bias=True, rope_scaling="yarn", **LONGER
     ),
-    "Qwen3ForCausalLM, biases": ModelConfig(width=48, depth=2, heads=4, qk_norm=True, qkv_bias=True, head_size=32),
-    "MixtralForCausalLM": ModelConfig(width=48, depth=2, heads=4, kv_heads=2, **CHOSEN),
+    "Qwen3ForCausalLM, window, biases": ModelConfig(
+        width=48, depth=2, heads=4, window=7, qk_norm=True, qkv_bias=True, head_size=32
+    ),
     "MixtralForCausalLM, window, untied": ModelConfig(
-        width=48, depth=2, heads=4, window=7, tied_embeddings=False, **CHOSEN
+        width=48, depth=2, heads=4, kv_heads=2, window=7, tied_embeddings=False, **CHOSEN
     ),
     "Qwen3MoeForCausalLM": ModelConfig(width=48, depth=3, heads=4, qk_norm=True, dense_layers=1, **CHOSEN),
     "Qwen3MoeForCausalLM, window, biases, free gates": ModelConfig(

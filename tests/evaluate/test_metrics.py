@@ -13,7 +13,6 @@ from isoflop.evaluate.metrics import (
     centered,
     gold_bits_per_byte,
     mean_and_error,
-    ratio_and_error,
     suite_scores,
     task_scores,
 )
@@ -112,19 +111,6 @@ def test_bits_per_byte_of_texts_is_all_their_bits_over_all_their_bytes() -> None
     # Residuals are 10 - 1.2 * 5 = 4 and 20 - 1.2 * 20 = -4: sqrt(2) * sqrt(32 / 1) / 25.
     assert scores["bpb_se"] == pytest.approx(math.sqrt(2) * math.sqrt(32) / 25)
     assert task_scores([text_of(0, -1.0, 5)])["bpb_se"] is None
-
-
-def test_the_error_of_texts_is_what_a_bootstrap_over_documents_finds() -> None:
-    from scipy.stats import bootstrap
-
-    rng = np.random.default_rng(4)
-    sizes = rng.lognormal(6, 0.6, size=200).astype(int) + 1
-    bits = sizes * rng.normal(1.1, 0.15, size=200)
-    _, error = ratio_and_error(bits.tolist(), sizes.tolist())
-    result = bootstrap(
-        (bits, sizes), lambda y, x: y.sum() / x.sum(), paired=True, vectorized=False, n_resamples=2000, rng=5
-    )
-    assert error == pytest.approx(result.standard_error, rel=0.06)  # 2000 resamples determine it to 2 %
 
 
 def test_the_clean_part_is_the_score_of_the_items_that_were_not_seen() -> None:

@@ -142,12 +142,6 @@ def test_the_plain_table_has_a_column_for_every_number_that_some_task_has() -> N
     assert any(line.startswith("broken has no score") for line in lines)
 
 
-def test_many_cut_tasks_are_one_warning() -> None:
-    tasks = {f"mmlu_{place}": numbers(truncated_items=place + 1) for place in range(6)}
-    (line,) = (line for line in format_scores(header(tasks)).splitlines() if "were cut" in line)
-    assert "mmlu_4 5 of 40, and 1 other task." in line
-
-
 # Comparisons.
 
 
@@ -183,12 +177,7 @@ def test_items_are_matched_by_question_not_by_place() -> None:
 
 def test_right_and_wrong_follow_the_tasks_own_metric() -> None:
     cases = [({"acc": 1.0, "acc_norm": 0.0}, True), ({"exact_match": 0.0}, False), ({"acc_norm": 1.0}, True)]
-    cases += [
-        ({"exact_match,strict": 1.0}, True),
-        ({"word_perplexity": 2.0}, None),
-        ({}, None),
-        ({"acc": math.nan}, None),
-    ]
+    cases += [({"exact_match,strict": 1.0}, True), *(({name: math.nan}, None) for name in ("acc", "word_perplexity"))]
     for values, expected in cases:
         assert is_right({"values": values}) is expected, values
 
@@ -263,20 +252,6 @@ def test_links_are_relative_or_nothing() -> None:
 
 
 # Numbers.
-
-
-def test_one_is_no_plural_and_what_is_missing_is_not_none() -> None:
-    assert [written.counted(count, "run") for count in (0, 1, 2, 1234)] == ["0 runs", "1 run", "2 runs", "1,234 runs"]
-    one = make_rows(("arc_easy",), budgets=1, sizes=1)
-    text = Read(sweep_report.sweep_page(one, {}, "t", {})).text
-    assert "of 1 run " in text
-    assert "in 1 budget " in text
-    items = make_items("t", 1)
-    against = ({"tasks": {"t": numbers()}, "N_total": None}, items)
-    text = Read(checkpoint_page(header({"t": numbers(items=1)}), items, against)).text
-    assert "a checkpoint without a name" in text
-    assert " 1 item. " in text
-    assert "None" not in text
 
 
 def test_numbers_have_few_digits_and_missing_ones_are_a_dash() -> None:
@@ -366,16 +341,11 @@ def test_what_all_runs_find_hard_does_not_hide_their_differences() -> None:
 
 KINDS = {
     "normal": lambda rng, runs, items: rng.normal(size=items) + rng.normal(size=(runs, items)),
-    "spread": lambda rng, runs, items: rng.normal(size=(runs, items)) * np.linspace(0.5, 2, runs)[:, None],
     "right or wrong": lambda rng, runs, items: rng.random((runs, items)) < 1 / (1 + np.exp(-rng.normal(0, 2, items))),
-    "skew": lambda rng, runs, items: rng.lognormal(size=(runs, items)),
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "runs", "items"),
-    [("normal", 2, 10), ("normal", 20, 10), ("spread", 5, 100), ("right or wrong", 20, 10), ("skew", 5, 100)],
-)
+@pytest.mark.parametrize(("kind", "runs", "items"), [("normal", 2, 10), ("normal", 20, 10), ("right or wrong", 20, 10)])
 def test_runs_that_are_alike_are_called_clear_once_in_twenty_times(kind: str, runs: int, items: int) -> None:
     rng, trials = np.random.default_rng([runs, items]), 200
     comparisons = [compare_runs(by_run(KINDS[kind](rng, runs, items)), []) for _ in range(trials)]

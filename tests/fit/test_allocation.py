@@ -107,27 +107,6 @@ def test_a_term_that_vanished_sends_the_optimum_to_an_end():
         np.testing.assert_allclose(flat.loss, 1.69 + 406.4)
 
 
-def test_the_optimum_under_exact_flops_is_scipys():
-    spend = FlopsPerToken(6.0, 2e4)
-    law = random_law(3, 10)
-    optimum = allocation.compute_optimal(law, 1e20, spend)
-    for j, constants in enumerate(split_draws(law.draws_)):
-        N, loss = scipy_minimum(lambda n, c=constants: chinchilla(c, n, 1e20 / spend(n)), 1e4, 1e14)
-        np.testing.assert_allclose(optimum.draws["N"][0, j], N, rtol=1e-5)
-        np.testing.assert_allclose(optimum.draws["loss"][0, j], loss, rtol=1e-12)
-
-
-def test_a_law_of_another_form_is_searched():
-    def kaplan(c, N, D):
-        return ((c["N_c"] / N) ** (c["alpha_N"] / c["alpha_D"]) + c["D_c"] / D) ** c["alpha_D"]
-
-    constants = {"N_c": 8.8e13, "D_c": 5.4e13, "alpha_N": 0.076, "alpha_D": 0.103}
-    optimum = allocation.compute_optimal(FixedLaw(constants, form="kaplan", irreducible="", evaluate=kaplan), 1e21)
-    N, loss = scipy_minimum(lambda n: kaplan(constants, n, 1e21 / 6 / n), 1e6, 1e14)
-    np.testing.assert_allclose(optimum.N, N, rtol=1e-5)
-    np.testing.assert_allclose(optimum.loss, loss, rtol=1e-12)
-
-
 def test_few_tokens_cap_a_plain_law_at_one_epoch():
     law = random_law(5)
     free = allocation.compute_optimal(law, 1e23)
@@ -218,8 +197,8 @@ def test_a_loss_out_of_reach_costs_infinity_and_counts_in_the_interval():
     assert "∞" in repr(served)
 
 
-@pytest.mark.parametrize("gamma", [0.6, 1.0])
-def test_the_law_with_a_power_of_both_terms_is_served_too(gamma):
+def test_the_law_with_a_power_of_both_terms_is_served_too():
+    gamma = 0.6
     rng = np.random.default_rng(2)
     N, D = 10 ** rng.uniform(7.5, 10.5, 30), 10 ** rng.uniform(9, 12, 30)
     truth = {"E": 1.7, "A": 300.0, "B": 900.0, "alpha": 0.5, "beta": 0.52, "gamma": gamma}
@@ -245,11 +224,8 @@ def test_intervals_are_percentiles_over_draws_and_cover():
         lambda law: allocation.token_limited(law, 1e22, 5e10),
         lambda law: allocation.inference_aware(law, 1e12, loss=2.3),
     ):
-        answer, true_answer, one_draw = (
-            ask(law),
-            ask(FixedLaw(HOFFMANN)),
-            ask(FixedLaw({name: v[7] for name, v in law.draws_.items()})),
-        )
+        draw = {name: v[7] for name, v in law.draws_.items()}
+        answer, true_answer, one_draw = (ask(one) for one in (law, FixedLaw(HOFFMANN), FixedLaw(draw)))
         assert set(answer.intervals) == set(answer.values)
         assert true_answer.intervals == {}
         for name, interval in answer.intervals.items():

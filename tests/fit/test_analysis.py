@@ -22,15 +22,8 @@ def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.002, seed=0, **colu
             D = C / (6 * N * 1.03)
             loss = (1.5 + 40 / N**0.3 + 85 / D**0.3) * np.exp(noise * rng.standard_normal())
             run = f"{len(rows):010x}"
-            row = {
-                "run_id": run,
-                "state": "done",
-                "budget": C,
-                "N": round(N),
-                "D": D,
-                "loss": loss,
-                "flops": C,
-            } | columns
+            row = {"run_id": run, "state": "done", "budget": C, "N": round(N), "D": D, "loss": loss, "flops": C}
+            row |= columns
             rows.append(row | {"final": False, "step": 1, "D": D / 2, "flops": C / 2, "loss": loss + 0.4})
             rows.append(row | {"final": True, "step": 2})
     return pd.DataFrame(rows)
@@ -86,21 +79,14 @@ def test_a_fit_that_did_not_converge_has_no_numbers_anywhere(monkeypatch, tmp_pa
         fit.answer(tmp_path / "fit/law.json")
 
 
-DEGENERATE = {
-    "equal": lambda t: 3.0,
-    "rising": lambda t: 1.0 + 0.1 * np.log10(t.N * t.D),
-    "huge": lambda t: 1e60,
-    "equal but for rounding": lambda t: 3.0 * (1.0 + 1e-15 * np.cos(t.N)),
-}
-
-
-SLOW = {"rising": [pytest.mark.slow], "huge": [pytest.mark.slow]}
+DEGENERATE = [
+    pytest.param(lambda t: 1.0 + 0.1 * np.log10(t.N * t.D), marks=pytest.mark.slow, id="rising"),
+    pytest.param(lambda t: 3.0 * (1.0 + 1e-15 * np.cos(t.N)), id="equal but for rounding"),
+]
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "loss", [pytest.param(of, id=name, marks=SLOW.get(name, ())) for name, of in DEGENERATE.items()]
-)
+@pytest.mark.parametrize("loss", DEGENERATE)
 def test_a_degenerate_table_gets_a_report_without_empty_figures(loss, tmp_path):
     analysis = analyze(sweep().assign(loss=loss), bootstrap=5, intervals="mixture")
     assert not any(approach.available for approach in analysis.approaches.values())
@@ -239,23 +225,19 @@ def test_the_mixture_of_forms_answers_first_and_covers_more_than_the_noise(mixtu
     assert content["forms"] == pytest.approx(mixture.weights_)
     assert [content["intervals"], mixture_analysis.ranked[0].key] == ["mixture", "mixture"]
     assert content["law"]["form"] == "chinchilla"
-    noise = analyze(sweep(), bootstrap=20)
-    assert noise.to_dict()["optimal"] == content["approaches"]["parametric"]["optimal"]
-    assert [noise.to_dict()["intervals"], noise.to_dict()["forms"]] == ["noise", {}]
+    noise = analyze(sweep(), bootstrap=20).to_dict()  # the same seed gives the same numbers
+    assert noise["approaches"] == content["approaches"]
+    assert noise["optimal"] == content["approaches"]["parametric"]["optimal"]
+    assert [noise["intervals"], noise["forms"]] == ["noise", {}]
+    assert analyze(sweep(), bootstrap=20, seed=1).to_dict()["approaches"] != noise["approaches"]
     with pytest.raises(fit.InputError, match="intervals is 'wide'; choose one of mixture, noise"):
         analyze(sweep(), intervals="wide")
 
 
 def test_an_interval_that_determines_nothing_is_no_interval():
-    far = analyze(sweep(noise=0.02), targets=(1e60,), bootstrap=30)
+    far = analyze(sweep(noise=0.02), targets=(1e60,), bootstrap=10)
     [message] = [w.message for w in far.warnings if w.code == "no_interval"]
     assert "parametric interval of N* at 1e60" in message
-
-
-def test_the_same_seed_gives_the_same_numbers():
-    first, again, other = (analyze(sweep(), bootstrap=10, seed=seed).to_dict() for seed in (0, 0, 1))
-    assert first == again
-    assert first != other
 
 
 def test_four_runs_still_get_an_analysis_with_no_law():
@@ -270,7 +252,7 @@ def test_four_runs_still_get_an_analysis_with_no_law():
     json.dumps(content, allow_nan=False)
 
 
-@pytest.mark.parametrize("runs", [1, 2, 5, 6, 7])
+@pytest.mark.parametrize("runs", [1, 6])
 def test_any_number_of_runs_gives_an_analysis(runs):
     table = sweep(noise=0.01)
     table = table[table.final].sample(runs, random_state=0)
@@ -293,23 +275,6 @@ def little_noise():
     return analyze(sweep(noise=0.0005), bootstrap=60)
 
 
-def test_the_backtest_holds_out_the_highest_budget_and_predicts_it(little_noise):
-    test = little_noise.backtest
-    assert test["held_out_flops"] == 6e16
-    assert test["runs_fitted"] == 18
-    assert test["runs_predicted"] == 6
-    assert test["loss_error"] < 0.003
-    assert 0.8 < test["N_predicted"] / test["N_measured"] < 1.25
-    assert [s["held_out_flops"] for s in test["steps"]] == [2e16, 6e16]
-    train = sweep(noise=0.0005).query("final and budget < 6e16")
-    law = fit.ChinchillaLaw().fit(train.N, train.D, train.loss)
-    np.testing.assert_allclose(
-        test["predicted"],
-        law.predict(*(v[little_noise.table.budget == 6e16] for v in (little_noise.table.N, little_noise.table.D))),
-        rtol=1e-9,
-    )
-
-
 def test_bands_contain_their_values_for_every_approach(analysis):
     C = np.geomspace(2e15, 1e17, 5)
     for approach in analysis.approaches.values():
@@ -325,18 +290,10 @@ def with_outlier():
     return table
 
 
-WARNED = [
-    ("loss_outlier", with_outlier),
-    ("narrow_span", lambda: sweep(budgets=(2e15, 6e15))),
-    ("few_sizes", lambda: sweep(sizes=4)),
-    ("repeated_data", lambda: sweep(epochs=6.0)),
-    ("long_warmup", lambda: sweep(warmup_share=0.3)),
-    ("flop_convention", lambda: sweep().assign(flops=lambda t: t.flops * 2)),
-    ("vertex_refused", lambda: sweep().query("N < 0.09 * budget ** 0.5")),
+WARNED = [  # one of the doctor, whose other warnings have tests in test_doctor.py
     ("units", lambda: sweep().assign(N=lambda t: t.N / 1e6)),
-    ("units", lambda: sweep().assign(loss=lambda t: t.loss * 8)),
-    ("few_runs", lambda: sweep(budgets=(2e15, 6e16), sizes=4)),
-    ("duplicate_runs", lambda: pd.concat([sweep(), sweep().tail(1)])),
+    ("loss_outlier", with_outlier),
+    ("vertex_refused", lambda: sweep().query("N < 0.09 * budget ** 0.5")),
 ]
 
 
@@ -424,11 +381,9 @@ def test_bad_targets_and_resamples_are_one_sentence():
         fit.analyze(runs, targets=(-1,))
     with pytest.raises(fit.InputError, match="target is empty"):
         fit.analyze(runs, targets=())
-    for options, message in (({"seed": -1}, "seed is -1"), ({"bootstrap": 10**12}, "bootstrap is 1000000000000")):
-        with pytest.raises(fit.InputError, match=message):
-            analyze(sweep(), **options)
-    with pytest.raises(fit.InputError, match="bootstrap is -5"):
-        fit.analyze(runs, bootstrap=-5)
+    for name, value in (("seed", -1), ("bootstrap", 10**12), ("bootstrap", -5)):
+        with pytest.raises(fit.InputError, match=f"{name} is {value}"):
+            fit.analyze(runs, **{name: value})
 
 
 def test_a_ladder_of_few_trunks_has_intervals_and_says_what_they_leave_out():
@@ -441,10 +396,10 @@ def test_a_ladder_of_few_trunks_has_intervals_and_says_what_they_leave_out():
         }
         for i, N in enumerate(sizes) for ratio in ratios
     ]  # fmt: skip
-    analysis = analyze(pd.DataFrame(rows), bootstrap=20)
+    analysis = analyze(pd.DataFrame(rows), bootstrap=10)
     assert analysis.to_dict()["ci"], "four trunks are fewer than five constants, and yet there are intervals"
     assert "few_trunks" in warning_codes(analysis)
-    without_trunks = analyze(pd.DataFrame(rows).drop(columns="trunk"), bootstrap=20)
+    without_trunks = analyze(pd.DataFrame(rows).drop(columns="trunk"), bootstrap=10)
     assert "few_trunks" not in warning_codes(without_trunks)
     assert without_trunks.to_dict()["ci"] == analysis.to_dict()["ci"]
 
@@ -457,9 +412,7 @@ BOUNDS = {"E": (0.1, 10), "A": (1, 1e6), "alpha": (0.05, 2)}
 
 
 @pytest.mark.usefixtures("quick_pictures")
-@pytest.mark.parametrize(
-    "law", [fit.KaplanLaw(), fit.OvertrainingLaw(), fit.FunctionLaw(written, BOUNDS, tries=3)], ids=lambda law: law.form
-)
+@pytest.mark.parametrize("law", [fit.KaplanLaw(), fit.FunctionLaw(written, BOUNDS, tries=3)], ids=lambda law: law.form)
 def test_any_law_of_n_and_d_drives_the_whole_analysis(law, tmp_path):
     rng = np.random.default_rng(0)
     constants = {"E": 1.8, "A": 480.0, "B": 2100.0, "alpha": 0.35, "beta": 0.37}

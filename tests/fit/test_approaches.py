@@ -40,25 +40,20 @@ def test_a_winner_at_an_end_of_its_sizes_is_no_optimum():
     assert side.envelope(envelope).reason == "0 levels of compute improve on all cheaper levels, and a law in C needs 2"
 
 
-def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.0005, alpha=0.3, beta=0.3, spread=5.0, seed=0):
-    """Return runs of L = 1.5 + A/N^alpha + B/D^beta whose optimum at 1e16 FLOPs is near 1e7 parameters."""
-    rng = np.random.default_rng(seed)
-    A, B = 40 * 1e7 ** (alpha - 0.3), 85 * 1.7e8 ** (beta - 0.3)
-    rows = []
-    for C in budgets:
-        best = (alpha * A / (beta * B)) ** (1 / (alpha + beta)) * (C / 6) ** (beta / (alpha + beta))
-        for N in best * np.geomspace(1 / spread, spread, sizes):
-            D = C / (6 * N)
-            loss = (1.5 + A / N**alpha + B / D**beta) * np.exp(noise * rng.standard_normal())
-            rows.append({"run_id": f"r{len(rows)}", "budget": C, "N": N, "D": D, "flops": C, "loss": loss})
-    return pd.DataFrame(rows)
+def sweep():
+    """Return runs of L = 1.5 + 40 / N^0.3 + 85 / D^0.3 whose optimum at 1e16 FLOPs is near 1e7 parameters."""
+    C = np.repeat([2e15, 6e15, 2e16, 6e16], 6)
+    N = (40 / 85) ** (1 / 0.6) * (C / 6) ** 0.5 * np.tile(np.geomspace(1 / 5, 5, 6), 4)
+    loss = (1.5 + 40 / N**0.3 + 85 / (C / 6 / N) ** 0.3) * np.exp(0.0005 * np.random.default_rng(0).standard_normal(24))
+    runs = [f"r{i}" for i in range(24)]
+    return pd.DataFrame({"run_id": runs, "budget": C, "N": N, "D": C / 6 / N, "flops": C, "loss": loss})
 
 
-def fit_approaches(frame, bootstrap=60, method="parabola"):
+def fit_approaches(frame, bootstrap=60):
     """Return a table and its three fitted approaches."""
     t = fit.read_table(frame)
     law = fit.ChinchillaLaw().fit(t.N, t.D, t.loss)
-    profiles = fit.IsoflopProfiles(method).fit(t.N, t.D, t.loss, t.flops, t.budget)
+    profiles = fit.IsoflopProfiles().fit(t.N, t.D, t.loss, t.flops, t.budget)
     envelope = fit.Envelope().fit(t.N, t.D, t.loss, t.flops, t.budget)
     if bootstrap:
         for model in (law, profiles, envelope):

@@ -39,8 +39,10 @@ def influence(frame, bootstrap=0):
 
 def test_each_step_is_a_fit_to_the_cheaper_runs_alone():
     t, profiles, law = fitted(runs())
-    steps = backtest(t, profiles, law, TARGET)["steps"]
+    test = backtest(t, profiles, law, TARGET)
+    steps = test["steps"]
     assert [s["held_out_flops"] for s in steps] == [2e16, 6e16]  # one budget alone is collinear
+    assert [test[name] for name in ("held_out_flops", "runs_fitted", "runs_predicted")] == [6e16, 18, 6]
     for s in steps:
         cheap, held = t.flops < s["held_out_flops"], t.flops == s["held_out_flops"]
         beyond = t.flops >= s["held_out_flops"]
@@ -51,6 +53,7 @@ def test_each_step_is_a_fit_to_the_cheaper_runs_alone():
         np.testing.assert_allclose(s["loss_error_beyond"], np.abs(error[beyond]).mean(), rtol=1e-6)
         np.testing.assert_allclose(s["tokens_per_parameter_at_target"], alone.optimal(TARGET).ratio, rtol=1e-6)
         assert s["runs_beyond"] == beyond.sum()
+    np.testing.assert_allclose(test["predicted"], alone.predict(t.N, t.D)[held], rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["parabola", "akima"])

@@ -36,19 +36,6 @@ def test_the_fit_is_where_scipys_least_squares_ends():
     assert repr(CriticalBatchLaw.from_json(law.to_json())) == repr(law)
 
 
-@pytest.mark.slow
-def test_intervals_cover_at_their_rate():
-    trials = 200
-    inside = dict.fromkeys(CriticalBatchLaw.names, 0)
-    for seed in range(trials):
-        law = CriticalBatchLaw().fit(BATCH, tokens(0.05, seed)).bootstrap(150, seed=seed)
-        for name, true in zip(inside, (E_MIN, S_MIN, B_CRIT), strict=True):
-            low, high = law.interval(name)
-            inside[name] += low <= true <= high
-    # 95 % of 200 is 190, with a standard deviation of 3.1.
-    assert all(180 <= count <= 199 for count in inside.values()), inside
-
-
 def test_batches_on_one_side_name_the_constant_that_they_do_not_show():
     small = CriticalBatchLaw().fit(BATCH, 1e9 * BATCH**-0.01)  # larger batches need no more tokens
     assert small.degenerate_ == ["S_min"]

@@ -69,7 +69,7 @@ def test_an_earlier_forecaster_knows_only_smaller_runs(forecaster):
     earlier = forecaster.before(0)
     assert earlier.data_["experts"].max() == 64
     runs = routed().query("experts <= 64")
-    alone = fit.Forecaster(expert_laws(), further="experts", draws=20).fit(runs)
+    alone = fit.Forecaster(expert_laws(), further="experts", draws=0).fit(runs)
     at = {"N_active": [1e8], "experts": [256], "N_total": [8e9]}
     assert earlier.predict(**at) == pytest.approx(alone.predict(**at), rel=2e-3)  # other starts, other weights
 
@@ -124,16 +124,15 @@ def test_bad_input_is_one_sentence(make, message):
 
 @pytest.mark.slow
 @pytest.mark.published
-@pytest.mark.parametrize("router", ["S-Base", "RL-R", "Hash"])
-def test_intervals_hold_on_larger_models_and_more_experts_of_clark(router):
+def test_intervals_hold_on_larger_models_and_more_experts_of_clark():
     """Clark et al.'s runs: hide the largest models or the most experts, at two levels each."""
-    where = {"router_type": ["Dense", router], "experts_per_token": 1, "routing_frequency": 0.5, "flop_increase": 1.0}
+    where = {"router_type": ["Dense", "S-Base"], "experts_per_token": 1, "routing_frequency": 0.5, "flop_increase": 1.0}
     c = pd.DataFrame(expert_columns(fit.published_runs("routed", where=where))).drop(columns="D")
     laws = {form: fit.ExpertLaw(form, TOKENS, 0.3077) for form in ("abnar", "ludziejewski", "clark")}
     inside = []
     for further, levels in (("N_active", (1.2e9, 3e8)), ("experts", (511, 255))):
         for level in levels:
             shown, hidden = c[c[further] < level], c[c[further] >= level]
-            forecast = fit.Forecaster(laws, further, draws=50).fit(shown).forecast(hidden)
+            forecast = fit.Forecaster(laws, further, draws=20).fit(shown).forecast(hidden)
             inside.append((forecast.low.to_numpy() <= hidden.loss) & (hidden.loss <= forecast.high.to_numpy()))
-    assert np.mean(np.concatenate(inside)) >= 0.7  # measured: 77, 94 and 100 %; one form alone had 10 to 70 % by size
+    assert np.mean(np.concatenate(inside)) >= 0.7  # measured: 77 %; one form alone had 10 to 70 % by size

@@ -58,13 +58,9 @@ def tied(rng):
 
 
 def broken(rng):
-    c0 = rng.uniform(0.1, 0.4)
-    bend = {
-        "c1": rng.choice([-0.3, 1]) * rng.uniform(0.2, 0.4),
-        "d1": 10 ** rng.uniform(4, 7),
-        "f1": rng.uniform(0.2, 1),
-    }
-    return {"a": 0.05, "b": 3 * 1e4**c0, "c0": c0, **bend}
+    c0, c1 = rng.uniform(0.1, 0.4), rng.choice([-0.3, 1]) * rng.uniform(0.2, 0.4)
+    d1, f1 = 10 ** rng.uniform(4, 7), rng.uniform(0.2, 1)
+    return {"a": 0.05, "b": 3 * 1e4**c0, "c0": c0, "c1": c1, "d1": d1, "f1": f1}
 
 
 @dataclass
@@ -92,23 +88,15 @@ def decays(rng):
     return {"R_D": rng.uniform(5, 30), "R_N": rng.uniform(2, 10)}
 
 
+def with_gamma(rng, low=0.7, high=1.3, **more):
+    return chinchilla(rng) | {"gamma": rng.uniform(low, high)} | more
+
+
 CASES = {
     "chinchilla": Case(fit.ChinchillaLaw, chinchilla, sizes, unitless=("E", "alpha", "beta")),
-    "gamma": Case(
-        fit.GammaLaw,
-        lambda rng: chinchilla(rng) | {"gamma": rng.uniform(0.7, 1.3)},
-        sizes,
-        0.8,
-        unitless=("E", "alpha", "beta", "gamma"),
-    ),
+    "gamma": Case(fit.GammaLaw, with_gamma, sizes, 0.8, unitless=("E", "alpha", "beta", "gamma")),
     "kaplan": Case(KaplanLaw, kaplan, sizes, unitless=("alpha_N", "alpha_D")),
-    "gamma, E held": Case(
-        fit.GammaLaw,
-        lambda rng: chinchilla(rng) | {"E": 1.2, "gamma": rng.uniform(0.7, 1.3)},
-        sizes,
-        0.8,
-        options={"E": 1.2},
-    ),
+    "gamma, E held": Case(fit.GammaLaw, lambda rng: with_gamma(rng, E=1.2), sizes, 0.8, options={"E": 1.2}),
     "overtraining": Case(OvertrainingLaw, tied, sizes, unitless=("E", "eta")),
     "repetition": Case(RepetitionLaw, lambda r: chinchilla(r) | decays(r), repeated, unitless=("E", "R_D", "R_N")),
     "repetition given the base": Case(RepetitionLaw, lambda r: BASE | decays(r), repeated, options={"base": BASE}),
@@ -117,7 +105,7 @@ CASES = {
     ),
     "function": Case(
         FunctionLaw,
-        lambda rng: chinchilla(rng) | {"gamma": rng.uniform(1.5, 4)},
+        lambda rng: with_gamma(rng, 1.5, 4),
         lambda rng: (*sizes(rng), rng.choice([3.0, 4, 6, 8, 16], POINTS)),
         0.5,
         options={"function": precision, "parameters": BOUNDS, "inputs": ("N", "D", "P"), "tries": 16},
@@ -128,9 +116,8 @@ case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @case
-@pytest.mark.parametrize("seed", [0, 1])
-def test_exact_data_give_the_constants_back_from_nearly_every_start(case, seed):
-    truth, columns = case.data(seed)
+def test_exact_data_give_the_constants_back_from_nearly_every_start(case):
+    truth, columns = case.data(0)
     law = case.make().fit(*columns)
     assert law.converged_
     assert law.starts_["agreeing"] >= case.agreeing * law.starts_["tried"]

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 from isoflop import fit
 from isoflop.fit.laws.persistence import FORMAT, VERSION
@@ -112,8 +113,6 @@ def test_a_saved_law_answers_as_the_law_does(law, saved):
 
 
 def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path, quick_pictures):
-    import pandas as pd
-
     N, D, loss = points(0, 40)
     runs = fit.read_table(pd.DataFrame({"N": N, "D": D, "loss": loss}))
     fit.write_report(fit.analyze(runs, targets=(1e23,), bootstrap=10), tmp_path)
@@ -133,8 +132,6 @@ def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path, quick_pi
 
 
 def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path, quick_pictures):
-    import pandas as pd
-
     N, D, loss = points(0, 40)
     loss[3] *= 1.5  # an outlier, which the report warns about
     runs = fit.read_table(pd.DataFrame({"N": N, "D": D, "loss": loss}))

@@ -118,9 +118,9 @@ def test_larger_runs_lie_in_the_intervals_of_every_metric_and_items_lead():
         held.append((ahead["low"] <= truth) & (truth <= ahead["high"]))
         np.testing.assert_allclose(ahead["value"], truth, atol=0.08)
         leading.append(ahead["law"].iloc[0])
-        again = fit.forecast_tasks(small.sample(frac=1, random_state=1), large["N"], large["D"])
-        plain = fit.forecast_tasks(small, large["N"], large["D"])
-        np.testing.assert_allclose(again["value"], plain["value"], rtol=1e-4)
+    again = fit.forecast_tasks(small.sample(frac=1, random_state=1), large["N"], large["D"])
+    plain = fit.forecast_tasks(small, large["N"], large["D"])
+    np.testing.assert_allclose(again["value"], plain["value"], rtol=1e-4)
     assert np.mean(held) >= 0.9
     assert "items" in leading
 
