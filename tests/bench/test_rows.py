@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from isoflop.bench.timing import (
-    Contender,
-    fastest,
-    measuring_on,
-    print_benchmark,
-    spread,
-    take_turns,
-    timed_row,
-)
+from isoflop.bench.timing import Contender, fastest, measuring_on, print_benchmark, spread, take_turns, timed_row
 from isoflop.train.errors import UserError
 from isoflop.train.hardware import peak_bytes, pick_device
 

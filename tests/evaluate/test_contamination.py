@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from isoflop.evaluate import contamination
-from isoflop.evaluate.contamination import (
-    END,
-    item_texts,
-    normalised,
-    overlaps,
-    words_and_ends,
-)
+from isoflop.evaluate.contamination import END, item_texts, normalised, overlaps, words_and_ends
 from isoflop.evaluate.tasks.custom import load_custom, load_texts
 from isoflop.evaluate.tasks.suite import Suite
 from isoflop.train.config import DataConfig

@@ -296,8 +296,7 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [Sampling(1.0), Sampling(0.6, 4), Sampling(1.5, 0, 0.7), Sampling(1.0, 90, 0.5), Sampling(1.0, 0, 0.0)],
+    "sampling", [Sampling(1.0), Sampling(0.6, 4), Sampling(1.5, 0, 0.7), Sampling(1.0, 90, 0.5), Sampling(1.0, 0, 0.0)]
 )
 def test_drawn_tokens_follow_the_definitions(sampling: Sampling) -> None:
     """Over an even grid of uniform numbers each token comes up as often as its probability says, within one."""

@@ -19,13 +19,7 @@ from isoflop.evaluate.pages import page as written
 from isoflop.evaluate.pages import paired, sweep_report
 from isoflop.evaluate.pages.page import Axis
 from isoflop.evaluate.pages.paired import compare_runs
-from isoflop.evaluate.pages.report import (
-    checkpoint_page,
-    format_scores,
-    is_right,
-    paired_differences,
-    payload,
-)
+from isoflop.evaluate.pages.report import checkpoint_page, format_scores, is_right, paired_differences, payload
 from isoflop.evaluate.pages.sweep_report import Sweep, choices, task_verdict, trend
 from report_samples import HOSTILE, answers_to, domain, header, make_items, make_rows, make_written, numbers, signal_of
 
@@ -451,10 +445,7 @@ def test_the_sweeps_page_says_which_tasks_tell_runs_apart() -> None:
 def test_no_two_columns_of_a_task_contradict_each_other() -> None:
     rows = make_rows(("arc_easy",))
     read = Read(sweep_report.sweep_page(rows, answers_to(rows, spread=30.0), "spine", {}))
-    assert re.search(
-        r"arc_easy nothing .* arc_easy [\d.]+ under [\d.]+ [\d.]+ under [\d.]+ noise noise",
-        read.text,
-    )
+    assert re.search(r"arc_easy nothing .* arc_easy [\d.]+ under [\d.]+ [\d.]+ under [\d.]+ noise noise", read.text)
     assert (
         "Bits per byte of the right answer tell runs apart on 0 of 1 task. Nothing tells them apart on arc_easy"
         in read.text

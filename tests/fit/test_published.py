@@ -25,13 +25,7 @@ APPROACH_3 = "hoffmann2022_approach3"
 SPLITS = [law for law in published_laws() if law.allocates]
 
 
-PORIAN = {
-    "kaplan": 3.0e12,
-    "head": 787e9,
-    "warmup": 292e9,
-    "decay": 183e9,
-    "tuned": 77e9,
-}  # figure 1: N* by steps
+PORIAN = {"kaplan": 3.0e12, "head": 787e9, "warmup": 292e9, "decay": 183e9, "tuned": 77e9}  # figure 1: N* by steps
 STATED = [  # law, inputs, value by the paper or by hand, relative tolerance
     ("kaplan2020_N", {"N": 1.5e9}, (8.8e13 / 1.5e9) ** 0.076, 1e-6),
     ("kaplan2020_D", {"D": 1e9}, (5.4e13 / 1e9) ** 0.095, 1e-6),

@@ -83,11 +83,7 @@ BAD = [
         {},
         "`columns={'N': 'params_active'}` or `columns={'N': 'params_total'}` selects it",
     ),
-    (
-        frame().rename(columns={"N": "log10_N"}),
-        {},
-        "log10_N is a logarithm: `t['N'] = 10 ** t['log10_N']` makes",
-    ),
+    (frame().rename(columns={"N": "log10_N"}), {}, "log10_N is a logarithm: `t['N'] = 10 ** t['log10_N']` makes"),
     (frame().rename(columns={"D": "ln tokens"}), {}, "`t['D'] = np.exp(t['ln tokens'])` makes"),
     (frame().drop(columns="D").assign(flops=1e18), {}, "derive D from the FLOPs"),
     (frame(), {"columns": {"N": "Size"}}, "has no column 'Size'; it has run_id, N, D, loss"),
