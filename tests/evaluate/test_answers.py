@@ -98,10 +98,6 @@ def test_answers_say_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None
     # 20 answers in 10 s, and one from before: 80 remain.
     assert lines[0] == "piqa (1 of 2): 21 of 101 requests, 2 a second, 40 s left"
     assert len(lines) == 2
-    meter.begin("texts (2 of 2)")
-    now[0] = 99
-    meter.put([])  # nothing is finished yet, so there is no rate
-    assert len(lines) == 2
 
 
 def item(**more: Any) -> ItemResult:

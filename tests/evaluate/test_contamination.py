@@ -176,15 +176,6 @@ def test_a_template_around_the_question_hides_nothing(tmp_path: Path) -> None:
     assert overlaps(shards_of(tmp_path, [*documents, "more"]), suite_of(tmp_path, items)) == {"quiz": {4, 5}}
 
 
-def test_only_the_training_part_counts(tmp_path: Path) -> None:
-    documents = [" ".join(f"d{place}w{i}" for i in range(20)) for place in range(50)]
-    shards = shards_of(tmp_path, documents)
-    trained = {int(text.split("w")[0][1:]) for text in training_texts(shards)}
-    assert 0 < len(trained) < 50
-    suite = suite_of(tmp_path, [{"question": text, "answer": "no"} for text in documents])
-    assert overlaps(shards, suite)["quiz"] == trained
-
-
 def test_places_are_those_of_the_split_and_examples_are_no_part_of_an_item(tmp_path: Path) -> None:
     documents = [" ".join(f"d{place}w{i}" for i in range(20)) for place in range(3)]
     shards = shards_of(tmp_path, documents)

@@ -68,20 +68,13 @@ def test_a_file_with_choices_is_a_multiple_choice_task_asked_word_for_word(tmp_p
     assert entry.task.process_results(docs[1], [(-9.0, False), (-1.0, True), (-2.0, False)])["acc"] == 0.0
 
 
-def test_a_file_without_choices_is_a_gold_answer_task(tmp_path: Path) -> None:
-    rows = [{"question": "2 + 2 =", "answer": "4"}, {"question": "2 + 3 =", "answer": "5"}]
-    entry = load_custom(write(tmp_path / "sums.jsonl", [*rows, rows[0]]))["sums"]
-    assert entry.task.OUTPUT_TYPE == "loglikelihood"
-    assert requests(entry) == [[("2 + 2 =", " 4")], [("2 + 3 =", " 5")], [("2 + 2 =", " 4")]]
-    assert set(entry.task.aggregation()) == {"acc"}
-
-
-def test_a_prompt_that_ends_in_white_space_gets_no_blank(tmp_path: Path) -> None:
+def test_a_file_without_choices_has_gold_answers_after_one_blank(tmp_path: Path) -> None:
     rows = [{"question": "def one():\n", "answer": "    return 1"}, {"question": "x = ", "answer": "2"}]
     entry = load_custom(write(tmp_path / "code.jsonl", rows))["code"]
     assert requests(entry) == [[("def one():\n", "    return 1")], [("x = ", "2")]]
     mixed = load_custom(write(tmp_path / "mixed.jsonl", [*rows, {"question": "y =", "answer": "3"}]))["mixed"]
     assert requests(mixed)[1:] == [[("x =", " 2")], [("y =", " 3")]]
+    assert (mixed.task.OUTPUT_TYPE, set(mixed.task.aggregation())) == ("loglikelihood", {"acc"})
 
 
 def test_text_is_not_taken_for_a_template_a_number_or_a_list(tmp_path: Path) -> None:
@@ -206,17 +199,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def test_a_folder_of_yaml_is_loaded_with_the_data_beside_it(folder: Path) -> None:
-    entry = load_custom(folder, limit=5)["sums"]
-    assert entry.task.OUTPUT_TYPE == "generate_until"
-    assert [item[0][0] for item in requests(entry)] == [f"Q: {i} + 1" for i in entry.indices]
-    assert entry.subset["of"] == 20
-    assert entry.shots == 0
-
-
 def test_examples_of_a_yaml_task_come_from_its_own_split(folder: Path) -> None:
     entry = load_custom(folder, shots=2, limit=5)["sums@2"]
-    assert entry.shots == 2
+    assert (entry.shots, entry.subset["of"], entry.task.OUTPUT_TYPE) == (2, 20, "generate_until")
     for item, place in zip(requests(entry), entry.indices, strict=True):
         *examples, question = item[0][0].split("\n\n")
         assert question == f"Q: {place} + 1"

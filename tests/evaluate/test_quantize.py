@@ -108,7 +108,7 @@ def plain_awq(weight: Tensor, x: Tensor, format: str, group: int) -> Tensor:
     return min((scaled(scale, shrink=True) for scale in (scales[0], best)), key=error)
 
 
-@pytest.mark.parametrize("format", CODE_BITS)
+@pytest.mark.parametrize("format", ["int3", "nf4", "mxfp4"])
 def test_gptq_and_awq_equal_plain_implementations(format: str) -> None:
     x, weight = inputs(64), weights(12, 64)
     moments, group = methods.Moments(64, x.device), 32 if format == "mxfp4" else GROUP
@@ -179,7 +179,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[..., Da
     return folder
 
 
-@pytest.mark.parametrize(("format", "method"), [("int3", "gptq"), ("int4", "awq"), ("mxfp4", "rtn")])
+@pytest.mark.parametrize(("format", "method"), [("int3", "awq"), ("mxfp4", "gptq")])
 def test_a_quantized_checkpoint_is_scored_sampled_and_exported(
     run: Path, tmp_path: Path, format: str, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,13 +250,9 @@ EXPERTS = {"experts": 3, "experts_per_token": 2, "expert_hidden": 16, "shared_ex
 LATENT = {"attention": "mla", "kv_rank": 16, "query_rank": 16, "rotary_size": 8}
 
 
-@pytest.mark.parametrize("model", [EXPERTS, LATENT], ids=["experts", "latent"])
-def test_every_matrix_is_fitted_to_its_own_inputs(
-    model: dict[str, Any], tmp_path: Path, small_corpus: Callable[..., DataConfig]
-) -> None:
-    config = RunConfig(
-        model=ModelConfig(width=32, hidden=64, depth=2, heads=2, vocab_size=256, **model), data=small_corpus(512)
-    )
+def test_every_matrix_is_fitted_to_its_own_inputs(tmp_path: Path, small_corpus: Callable[..., DataConfig]) -> None:
+    model = ModelConfig(width=32, hidden=64, depth=2, heads=2, vocab_size=256, **EXPERTS, **LATENT)
+    config = RunConfig(model=model, data=small_corpus(512))
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, seed=3)
     with torch.no_grad():
         gpt.embedding.weight *= torch.logspace(-1, 0.5, 32)

@@ -105,18 +105,6 @@ def test_without_items_the_page_has_no_script_and_no_empty_sections() -> None:
     assert "No task was scored." in Read(checkpoint_page(header({}))).text
 
 
-def test_old_scores_still_make_a_page_and_a_table() -> None:
-    old = {"acc": 0.3, "acc_se": 0.1, "acc_norm": None, "acc_norm_se": None, "gold_bpb": 1.1, "gold_bpb_se": 0.1}
-    old |= {"chance": 0.25, "items": 5, "truncated_items": 0, "withheld": None, "subset": {"of": 9}}
-    scores = header({"arc_easy": old}, held_out=None)
-    for key in ("flops", "N_non_embedding", "tokenizer", "precision", "checkpoint_sha256"):
-        del scores[key]
-    assert "0.300 ± 0.100" in Read(checkpoint_page(scores)).text
-    title, row = format_scores(scores).splitlines()[:2]
-    assert title.split() == ["task", "items", "accuracy", "chance", "acc_norm", "gold", "BPB"]
-    assert "0.300 ± 0.100  0.250" in row
-
-
 def test_suites_and_what_is_not_known_of_contamination_are_said() -> None:
     suites = {"small": {"centered": 0.125, "centered_se": 0.01, "tasks": 12, "withheld": None}}
     suites["core"] = {"centered": None, "centered_se": None, "tasks": 0, "withheld": "item 3"}
@@ -284,16 +272,6 @@ def test_runs_of_a_budget_stand_together_and_the_best_has_the_lowest_loss() -> N
         assert rows[best]["loss"] == min(rows[place]["loss"] for place in group)
     named = [entry | {"budget": 1.0} for entry in make_rows()]
     assert len(Sweep.of(named).budgets) == 1, "where runs name their budget, that counts"
-
-
-def test_no_axis_of_a_panel_goes_below_zero_where_nothing_can() -> None:
-    rows = make_rows(("arc_easy",))
-    for entry in rows:
-        entry["tasks"]["arc_easy"] |= {"acc": 0.0, "acc_se": 0.0, "chance": 0.0}
-    html = sweep_report.sweep_page(rows, {}, "sweep", {})
-    ticks = re.findall(r'<text class="tick"[^>]*>([^<]*)<', html)
-    assert "0.000" in ticks
-    assert not [tick for tick in ticks if tick.startswith(("-", "−"))]
 
 
 def test_the_trend_of_a_task_is_that_of_the_best_run_of_each_budget() -> None:

@@ -13,7 +13,7 @@ from covering import covering
 from isoflop.evaluate.inference import scoring as module
 from isoflop.evaluate.inference.forward import Forward
 from isoflop.evaluate.inference.scoring import Score, Scorer
-from isoflop.evaluate.inference.trees import Costs, Request, Tree, plan_trees, tree_batches
+from isoflop.evaluate.inference.trees import Costs, Request, plan_trees, tree_batches
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
 from simple_models import by_forward, decode_greedily, gpt
@@ -87,20 +87,7 @@ def test_bf16_is_as_close_as_the_models_own_forward() -> None:
     assert ours.mean() < 1.5 * reference.mean() + 1e-3
 
 
-def test_results_are_handed_out_as_they_come_each_once() -> None:
-    model, requests, batches = model_of(6), groups(6, 20), []
-    scores = Scorer(model, "cpu", 150).score(requests, batches.append)
-    assert len(batches) > 5
-    pairs = [pair for batch in batches for pair in batch]
-    assert sorted(place for place, _ in pairs) == list(range(len(requests)))
-    assert [score for _, score in sorted(pairs)] == scores
-
-
 # --- trees -----------------------------------------------------------------------------------------------------------
-
-
-def tokens_of(trees: Sequence[Tree]) -> int:
-    return sum(map(len, trees))
 
 
 def test_a_prompt_is_computed_once_and_choices_of_one_token_add_nothing() -> None:
@@ -193,7 +180,7 @@ def test_where_memory_runs_out_batches_shrink_and_stay_small(
     small = Small(monkeypatch, 80, error)
     scorer, batches = Scorer(model, "cpu", 5000, lines.append), []
     assert_close(scorer.score(requests, batches.append), expected, 1e-10)
-    assert len([pair for batch in batches for pair in batch]) == len(requests)
+    assert sorted(place for batch in batches for place, _ in batch) == list(range(len(requests)))  # each once
     assert 40 < small.largest <= 80
     assert scorer.batch_tokens < 200
     assert len(lines) == small.refused > 1

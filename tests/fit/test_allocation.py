@@ -87,14 +87,6 @@ def test_the_closed_form_is_the_search_and_the_search_is_scipys():
         np.testing.assert_allclose(closed.draws["loss"][1, j], loss, rtol=1e-12)
 
 
-def test_units_do_not_matter_to_the_search():
-    """N in millions and D in billions: C/6 is then in units of 1e15."""
-    small = HOFFMANN | {"A": HOFFMANN["A"] / 1e6**0.34, "B": HOFFMANN["B"] / 1e9**0.28}
-    plain = allocation.compute_optimal(FixedLaw(HOFFMANN), 1e22, lambda N: 6 * N)
-    scaled = allocation.compute_optimal(FixedLaw(small), 1e22 / 1e15, lambda N: 6 * N)
-    np.testing.assert_allclose([scaled.N * 1e6, scaled.D * 1e9], [plain.N, plain.D], rtol=1e-6)
-
-
 def test_a_term_that_vanished_sends_the_optimum_to_an_end():
     for convention in (6.0, lambda N: 6 * N):
         no_size = allocation.compute_optimal(FixedLaw(HOFFMANN | {"A": 0.0}), 1e22, convention)

@@ -1,8 +1,5 @@
 """The backtest: each step fits only the cheaper runs, and leaving a rung out is a fit without it."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -129,9 +126,7 @@ def test_what_cannot_be_fitted_without_a_rung_is_said_to_have_no_answer():
 
 @pytest.fixture(scope="module")
 def epoch():
-    path = Path(os.environ["ISOFLOP_DATA"]) / "epoch" / "svg_extracted_data.csv"
-    columns = {"N": "Model Size", "flops": "Training FLOP"}
-    table = fit.read_table(path, columns, derive_d="6nd", drop_worst=5)
+    table = fit.published_runs("epoch", drop_worst=5)
     return table, fit.ChinchillaLaw().fit(table.N, table.D, table.loss).bootstrap(400)
 
 

@@ -1,8 +1,5 @@
 """Counting conventions: models whose optimum is known under every convention, and runs of Porian et al."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -159,7 +156,7 @@ def test_flops_of_a_size_extrapolate_as_the_projects_counts():
 @pytest.mark.published
 def test_the_same_runs_of_porian_et_al_move_by_a_sixth_between_counts():
     """In their tuned runs the two counts differ by an output head of 50432 x width, exactly so in every size."""
-    points = pd.read_csv(Path(os.environ["ISOFLOP_DATA"]) / "porian" / "isoflop_points.csv")
+    points = fit.load_published("porian")
     kaplan = points.query("dataset == 'rw' and hparams == 'base' and param_count == 'kaplan'").n.unique()
     tuned = points.query("file == 'summary_df' and dataset == 'rw' and hparams == 'tuned' and val == 'val'")
     counts = dict(zip(np.sort(tuned.n.unique()), np.sort(kaplan), strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -123,11 +122,13 @@ def test_the_report_of_variants_has_a_table_of_tasks(tmp_path: Path, quick_pictu
     page = write_report(analysis, tmp_path).read_text()
     assert "Which benchmark tells variants apart" in page
     assert "<td>t0</td><td>acc</td>" in page
+    assert "&lt;b&gt;muon&lt;/b&gt; against base: at" in page
+    assert "<b>muon</b>" not in page
 
 
 @pytest.mark.published
 def test_losses_order_gadres_corpora_better_than_most_tasks() -> None:
-    runs = pd.read_csv(Path(os.environ["ISOFLOP_DATA"]) / "gadre" / "gadre_runs.csv")
+    runs = fit.load_published("gadre")
     of_run = runs[["N", "D"]].assign(recipe=runs["train_dataset"])
     scores = [of_run.assign(task=n[4:], metric="acc", value=runs[n]) for n in runs if n.startswith("acc_")]
     loss = of_run.assign(task="openlm", metric="loss", value=runs["loss_openlm"])

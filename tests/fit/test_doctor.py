@@ -1,8 +1,5 @@
 """The doctor: each check warns about a table with its fault and about no other, published tables included."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -365,7 +362,8 @@ def test_noise_has_no_outliers_even_where_its_tails_are_exponential(n):
 
 
 def analysed(table, targets=(1e21,), **options):
-    return fit.analyze(fit.read_table(table), targets=targets, **({"bootstrap": 0, "intervals": "noise"} | options))
+    runs = table if isinstance(table, fit.RunTable) else fit.read_table(table)
+    return fit.analyze(runs, targets=targets, **({"bootstrap": 0, "intervals": "noise"} | options))
 
 
 def test_losses_in_two_groups_or_without_scatter_are_named():
@@ -407,24 +405,10 @@ def test_a_constant_that_was_fixed_is_no_constant_that_degenerated():
 # Published tables.
 
 
-@pytest.fixture
-def data():
-    return Path(os.environ["ISOFLOP_DATA"])
-
-
 @pytest.mark.slow
 @pytest.mark.published
-def test_epochs_five_outliers_are_named_and_the_other_240_have_none(data):
-    dirty, clean = (
-        fit.analyze(
-            fit.read_table(
-                data / "epoch" / "svg_extracted_data.csv", {"N": "Model Size", "flops": "Training FLOP"}, "6nd", drop
-            ),
-            targets=(5.76e23,),
-            bootstrap=0,
-        )
-        for drop in (0, 5)
-    )
+def test_epochs_five_outliers_are_named_and_the_other_240_have_none():
+    dirty, clean = (analysed(fit.published_runs("epoch", drop_worst=drop), (5.76e23,)) for drop in (0, 5))
     [warning] = [w for w in dirty.warnings if "outlier" in w.code]
     assert warning.message.startswith("5 of 245 runs")
     for row, loss in enumerate(("5.006", "4.665", "3.766", "3.794", "3.447")):
@@ -434,17 +418,17 @@ def test_epochs_five_outliers_are_named_and_the_other_240_have_none(data):
 
 
 @pytest.mark.published
-def test_datablations_repeats_its_data(data):
-    t = pd.read_csv(data / "datablations" / "parametric_fit_runs.csv")
+def test_datablations_repeats_its_data():
+    t = fit.load_published("datablations")
     assert set(warning_codes(t)) == {"repeated_data", "few_sizes", "edge_minimum"}
     assert "repeated_data" not in warning_codes(t[t.D <= 4 * t.U])
 
 
 @pytest.mark.published
-@pytest.mark.parametrize("corpus", ["c4_original", "rpj", "rw_original"])
-def test_gadres_shortest_runs_never_leave_their_warmup(data, corpus):
+@pytest.mark.parametrize("corpus", ["c4_original", "rw_original"])
+def test_gadres_shortest_runs_never_leave_their_warmup(corpus):
     """400 steps of 512 sequences of 2048 tokens are 106% of the run of 79M parameters at 5 tokens each."""
-    t = pd.read_csv(data / "gadre" / "gadre_runs.csv").query("train_dataset == @corpus")
+    t = fit.load_published("gadre").query("train_dataset == @corpus")
     t = t.assign(loss=t.loss_c4_val, run_id=t.name)
     assert warning_codes(t) == []
     t["warmup_tokens"] = t.warmup * t.global_bs * 2048.0
@@ -456,8 +440,8 @@ def test_gadres_shortest_runs_never_leave_their_warmup(data, corpus):
 
 
 @pytest.mark.published
-def test_porians_experiments_differ_in_their_edges_only(data):
-    points = pd.read_csv(data / "porian" / "isoflop_points.csv").rename(columns={"n": "N"})
+def test_porians_experiments_differ_in_their_edges_only():
+    points = fit.load_published("porian").rename(columns={"n": "N"})
     experiment = ["file", "dataset", "hparams", "warmup", "decay", "param_count", "val"]
     edges = 0
     for _, t in points.groupby(experiment):
@@ -471,7 +455,7 @@ def test_porians_experiments_differ_in_their_edges_only(data):
 
 
 @pytest.mark.published
-def test_step_laws_sweeps_and_the_best_of_them_are_told_apart(data):
-    t = pd.read_csv(data / "steplaw" / "dense_lr_bs_loss.csv")
+def test_step_laws_sweeps_and_the_best_of_them_are_told_apart():
+    t = fit.load_published("steplaw")
     assert warning_codes(t) == ["settings_swept"]
     assert warning_codes(t.loc[t.groupby(["N", "D"])["smooth loss"].idxmin()]) == ["best_of_sweep"]

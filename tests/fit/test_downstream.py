@@ -1,8 +1,6 @@
 """From runs to benchmark scores: known constants are recovered and covered, hopeless tasks refused with a reason."""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -295,12 +293,9 @@ GADRE_TASKS = (
 
 @pytest.fixture(scope="module")
 def gadre():
-    if "ISOFLOP_DATA" not in os.environ:
-        pytest.skip("ISOFLOP_DATA names no folder of published results")
-    folder = Path(os.environ["ISOFLOP_DATA"]) / "gadre"
-    runs = pd.read_csv(folder / "gadre_runs.csv").rename(columns={"name": "run_id", "loss_c4_val": "loss"})
+    runs = fit.load_published("gadre").rename(columns={"name": "run_id", "loss_c4_val": "loss"})
     runs = runs[runs["train_dataset"] == "rpj"].reset_index(drop=True)
-    about = pd.read_csv(folder / "eval_metadata.csv").set_index("Eval Task")
+    about = fit.load_published("gadre", "eval_metadata.csv").set_index("Eval Task")
     columns = {"average": runs[[f"acc_{task}" for task in GADRE_TASKS]].mean(axis=1)}
     for task in (name[4:] for name in runs.columns if name.startswith("acc_")):
         acc = columns[f"{task}/acc"] = runs[f"acc_{task}"]

@@ -7,17 +7,10 @@ from isoflop import fit
 from isoflop.fit.approaches.experts import expert_columns
 from isoflop.fit.forecasting.mixture import family
 
-REPEATED = {"E": 1.9, "A": 500.0, "B": 1500.0, "alpha": 0.35, "beta": 0.35, "R_D": 15.0, "R_N": 5.0}
+from tests.fit.test_mixture import designed
+
 ROUTED = {"a": -0.082, "b": -0.108, "c": 0.009, "d": 1.104, "E_start": 1.847, "E_max": 314.478}  # Clark et al., S-Base
 TOKENS = 1.3e11
-
-
-def repeated(seed=0, sizes=6):
-    rng = np.random.default_rng(seed)
-    N, D, epochs = (v.ravel() for v in np.meshgrid(np.geomspace(1e7, 3e9, sizes), [2e9, 8e9, 3e10], [1, 3, 10]))
-    table = pd.DataFrame({"N": N, "D": D, "U": D / epochs})
-    noise = np.exp(0.003 * rng.standard_normal(len(N)))
-    return table.assign(loss=fit.RepetitionLaw.evaluate(REPEATED, table.N, table.D, table.U) * noise)
 
 
 def routed(seed=0):
@@ -37,7 +30,7 @@ def forecaster():
 
 
 def test_the_mixture_of_forms_is_a_forecaster_of_laws_of_N_and_D():
-    runs = repeated()
+    runs = designed()
     names = ["kaplan", "chinchilla, tied"]
     general = fit.Forecaster({name: family()[name] for name in names}, draws=20).fit(runs.N, runs.D, runs.loss)
     mixture = fit.FormMixture(names, draws=20).fit(runs.N, runs.D, runs.loss)
@@ -72,18 +65,6 @@ def test_an_earlier_forecaster_knows_only_smaller_runs(forecaster):
     alone = fit.Forecaster(expert_laws(), further="experts", draws=0).fit(runs)
     at = {"N_active": [1e8], "experts": [256], "N_total": [8e9]}
     assert earlier.predict(**at) == pytest.approx(alone.predict(**at), rel=2e-3)  # other starts, other weights
-
-
-@pytest.mark.slow
-def test_forecasts_of_repeated_data_hold():
-    inside = []
-    for seed in range(4):
-        runs = repeated(seed)
-        small, large = runs[runs.N <= 3.2e8], runs[runs.N > 3.2e8]
-        laws = {"untied": fit.RepetitionLaw(), "tied": fit.RepetitionLaw(tied=True)}
-        forecast = fit.Forecaster(laws, further="N", draws=40).fit(small).forecast(large)
-        inside.append((forecast.low.to_numpy() <= large.loss) & (large.loss <= forecast.high.to_numpy()))
-    assert np.mean(inside) >= 0.9
 
 
 def test_a_forecaster_of_own_laws_is_an_estimator_of_scikit_learn():

@@ -1,8 +1,5 @@
 """Learning-rate and batch-size laws: recovery, refusals, and Step Law's own runs."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -120,14 +117,6 @@ WRONG = [
 def test_what_cannot_identify_a_law_is_refused(ask, message):
     with pytest.raises(fit.InputError, match=message):
         ask()
-
-
-def test_a_law_says_its_equation_with_intervals_and_survives_json():
-    law = HyperparameterLaw("batch").fit(*points()).bootstrap(50)
-    low, high = law.interval("p_D")
-    assert f"D^{law.p_D_:.4g} [{low:.4g}, {high:.4g}]" in repr(law)
-    back = HyperparameterLaw.from_json(law.to_json())
-    np.testing.assert_array_equal(back.predict_draws(1e9, 1e11), law.predict_draws(1e9, 1e11))
 
 
 # The optimum of one cell.
@@ -312,8 +301,8 @@ PUBLISHED = {"learning_rate": {"p_N": -0.713, "p_D": 0.307}, "batch": {"p_D": 0.
 
 @pytest.fixture(scope="module")
 def steplaw():
-    path = Path(os.environ["ISOFLOP_DATA"]) / "steplaw" / "dense_lr_bs_loss.csv"
-    return read_sweep(fit.read_table(path, columns={"loss": "smooth loss"}), sequence_length=2048)
+    table = fit.read_table(fit.load_published("steplaw"), columns={"loss": "smooth loss"})
+    return read_sweep(table, sequence_length=2048)
 
 
 @pytest.mark.published

@@ -1,14 +1,9 @@
 """The parametric law: closed-form optimum, intervals that cover, published constants, and refusals."""
 
-import itertools
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 from isoflop import fit
-from isoflop.fit.uncertainty import cluster_counts, percentile_interval
-from scipy.optimize import minimize, minimize_scalar
+from isoflop.fit.uncertainty import percentile_interval
 
 TRUTH = {"E": 1.8, "A": 480.0, "B": 2100.0, "alpha": 0.35, "beta": 0.37}
 
@@ -20,21 +15,6 @@ def points(seed, n=60, noise=0.003):
     return N, D, clean * np.exp(noise * rng.standard_normal(n))
 
 
-def test_the_closed_form_optimum_is_where_a_numeric_search_ends():
-    law = fit.ChinchillaLaw().fit(*points(0))
-    for C in (1e19, 5.76e23, 1e26):
-        best = law.optimal(C)
-
-        def loss(log_n, C=C):
-            return law.predict(N=np.exp(log_n), D=C / 6 / np.exp(log_n))
-
-        peer = minimize_scalar(loss, bounds=(np.log(1e6), np.log(1e14)), method="bounded", options={"xatol": 1e-9})
-        np.testing.assert_allclose(np.log(best.N[0]), peer.x, atol=1e-5)  # the loss is flat there: sqrt of rounding
-        np.testing.assert_allclose(best.loss[0], peer.fun, rtol=1e-12)
-        np.testing.assert_allclose(6 * best.N * best.D, C, rtol=1e-12)
-        np.testing.assert_allclose(best.ratio, best.D / best.N)
-
-
 def test_fit_returns_self_and_predict_takes_scalars_and_arrays():
     N, D, loss = points(1)
     law = fit.ChinchillaLaw()
@@ -44,27 +24,6 @@ def test_fit_returns_self_and_predict_takes_scalars_and_arrays():
     assert law.predict(N=N[:, None], D=D[None, :]).shape == (60, 60)
     assert abs(law.residuals()).max() < 0.02
     np.testing.assert_allclose(np.log(loss) - np.log(law.predict(N, D)), law.residuals(), atol=1e-12)
-
-
-def test_a_given_E_ends_where_simplexes_end():
-    """On this table a start that is first refined with a large delta ends 5 % higher."""
-    N, D = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e8, 3e9, 4), np.geomspace(2e9, 6e10, 3), indexing="ij"))
-    constants = TRUTH | {"beta": 0.366}
-    loss = fit.ChinchillaLaw.evaluate(constants, N, D) * np.exp(0.03 * np.random.default_rng(39).normal(size=12))
-
-    def objective(theta):
-        first, second = theta[0] - theta[1] * np.log(N / N.mean()), theta[2] - theta[3] * np.log(D / D.mean())
-        residual = np.abs(np.log(loss) - np.log(1.2 + np.exp(first) + np.exp(second)))
-        return np.where(residual < 1e-3, residual**2 / 2, 1e-3 * (residual - 5e-4)).sum() * 1e3
-
-    ends = []
-    for alpha, beta in itertools.product((0.1, 0.6), repeat=2):
-        theta = np.array([-0.7, alpha, -0.7, beta])
-        for _ in range(3):
-            theta = minimize(objective, theta, method="Nelder-Mead", options={"xatol": 1e-12, "fatol": 1e-14}).x
-        ends.append(objective(theta) / 1e3)
-    reached = fit.ChinchillaLaw(E=1.2).fit(N, D, loss).objective_
-    assert reached == pytest.approx(min(ends), rel=1e-9)  # the solver's tolerance in comparisons with SciPy
 
 
 def test_groups_move_together_and_widen_the_interval():
@@ -80,16 +39,6 @@ def test_groups_move_together_and_widen_the_interval():
     }
     np.testing.assert_allclose(width["grouped"], width["alone"], rtol=1e-4)
     assert width["naive"] < 0.6 * width["grouped"]
-
-
-def test_cluster_counts_draw_whole_groups_and_as_many_as_there_are():
-    groups = np.array(["a", "a", "b", "c", "c", "c"])
-    counts = cluster_counts(groups, 500, seed=0)
-    assert (counts[:, 0] == counts[:, 1]).all()
-    assert (counts[:, 3] == counts[:, 5]).all()
-    assert (counts[:, [0, 2, 3]].sum(axis=1) == 3).all()
-    np.testing.assert_allclose(counts.mean(axis=0), 1.0, atol=0.15)  # 500 draws of variance 2/3: 4 sigma
-    assert (counts == cluster_counts(groups, 500, seed=0)).all()
 
 
 def test_percentile_intervals_hold_the_level_and_keep_infinities():
@@ -153,41 +102,27 @@ def test_bad_input_is_one_sentence(change, message):
     assert text.endswith(".")
 
 
-def test_asking_an_unfitted_law_says_what_to_call():
-    with pytest.raises(fit.InputError, match="call fit"):
-        fit.ChinchillaLaw().predict(N=1e9, D=1e10)
-    law = fit.ChinchillaLaw().fit(N, D, L)
-    with pytest.raises(fit.InputError, match="call bootstrap"):
-        law.interval("alpha")
-    with pytest.raises(fit.InputError, match="constant is 'gamma'; choose one of E"):
-        law.bootstrap(5).interval("gamma")
-    with pytest.raises(fit.InputError, match="flops is 0"):
-        law.optimal(0.0)
-    with pytest.raises(fit.InputError, match="groups has 3 values"):
-        law.bootstrap(5, groups=[1, 2, 3])
-    with pytest.raises(fit.InputError, match="bootstrap is 0"):
-        law.bootstrap(0)
-    with pytest.raises(fit.InputError, match="too few to resample"):
-        law.bootstrap(5, groups=np.zeros(12))
-    with pytest.raises(fit.InputError, match="delta is 0"):
-        fit.ChinchillaLaw(delta=0)
+REFUSED = [
+    (lambda law: fit.ChinchillaLaw().predict(N=1e9, D=1e10), "call fit"),
+    (lambda law: law.interval("alpha"), "call bootstrap"),
+    (lambda law: law.bootstrap(5).interval("gamma"), "constant is 'gamma'; choose one of E"),
+    (lambda law: law.optimal(0.0), "flops is 0"),
+    (lambda law: law.bootstrap(5, groups=[1, 2, 3]), "groups has 3 values"),
+    (lambda law: law.bootstrap(0), "bootstrap is 0"),
+    (lambda law: law.bootstrap(5, groups=np.zeros(12)), "too few to resample"),
+    (lambda law: fit.ChinchillaLaw(delta=0), "delta is 0"),
+]
 
 
-@pytest.fixture(scope="module")
-def epoch():
-    folder = os.environ.get("ISOFLOP_DATA")
-    if not folder or not (Path(folder) / "epoch" / "svg_extracted_data.csv").is_file():
-        pytest.skip("ISOFLOP_DATA names no folder with epoch/svg_extracted_data.csv")
-    return Path(folder) / "epoch" / "svg_extracted_data.csv"
-
-
-def read(epoch, drop):
-    return fit.read_table(epoch, {"N": "Model Size", "flops": "Training FLOP"}, derive_d="6nd", drop_worst=drop)
+@pytest.mark.parametrize(("ask", "message"), REFUSED)
+def test_a_wrong_question_says_what_to_call(ask, message):
+    with pytest.raises(fit.InputError, match=message):
+        ask(fit.ChinchillaLaw().fit(N, D, L))
 
 
 @pytest.mark.published
-def test_the_published_optimum_on_240_points_to_all_digits(epoch):
-    runs = read(epoch, 5)
+def test_the_published_optimum_on_240_points_to_all_digits():
+    runs = fit.published_runs("epoch", drop_worst=5)
     law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss)
     digits = [f"{law.E_:.5f}", f"{law.A_:.3f}", f"{law.B_:.3f}", f"{law.alpha_:.6f}", f"{law.beta_:.6f}"]
     assert digits == ["1.81722", "477.826", "2143.417", "0.347310", "0.367172"]
@@ -195,8 +130,8 @@ def test_the_published_optimum_on_240_points_to_all_digits(epoch):
 
 
 @pytest.mark.published
-def test_the_published_intervals(epoch):
-    runs = read(epoch, 5)
+def test_the_published_intervals():
+    runs = fit.published_runs("epoch", drop_worst=5)
     law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss).bootstrap(1000, groups=runs.run_id)
     # An end of a 95 % interval moves by about a tenth of the interval's width between bootstraps of 1000.
     np.testing.assert_allclose(law.interval("alpha"), [0.317, 0.373], atol=0.005)

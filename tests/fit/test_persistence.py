@@ -95,11 +95,6 @@ def test_a_law_of_another_form_is_refused_by_a_class():
         fit.ChinchillaLaw.from_json(power.to_json())
 
 
-def test_a_missing_file_is_one_sentence(tmp_path):
-    with pytest.raises(fit.InputError, match=r"cannot be read \(No such file"):
-        fit.read_law(tmp_path / "law.json")
-
-
 def test_a_saved_law_answers_as_the_law_does(law, saved):
     answer = fit.answer(saved, [1e22, 1e26])
     best = law.optimal([1e22, 1e26])
@@ -110,6 +105,8 @@ def test_a_saved_law_answers_as_the_law_does(law, saved):
     assert fit.answer(saved, [1e20])["warnings"] == []
     with pytest.raises(fit.InputError, match="target is -1"):
         fit.answer(saved, [-1.0])
+    with pytest.raises(fit.InputError, match=r"cannot be read \(No such file"):
+        fit.read_law(saved.with_name("other.json"))
 
 
 def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path, quick_pictures):

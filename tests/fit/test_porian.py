@@ -5,9 +5,6 @@ RefinedWeb and 0.01 on OpenWebText2, is the floor of a rule that compares log(lo
 are lower, so all have the same noise.
 """
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -27,10 +24,8 @@ UNCLOSED = ("summary_df", "rw", "base", "long", "kaplan", "standard", "val")
 
 @pytest.fixture(scope="module")
 def published():
-    folder = Path(os.environ["ISOFLOP_DATA"]) / "porian"
     names = ("isoflop_points", "optimal_pairs", "published_fits")
-    points, optima, fits = (pd.read_csv(folder / f"{name}.csv") for name in names)
-    return points, optima, fits
+    return tuple(fit.load_published("porian", f"{name}.csv") for name in names)
 
 
 @pytest.fixture(scope="module")

@@ -156,12 +156,10 @@ def test_a_comparison_has_a_row_a_law_and_target_with_its_conventions():
     ("ask", "message"),
     [
         (lambda: published_law("hoffmann"), "hoffmann2022_approach3"),
-        (lambda: published_law("chinchilla"), "besiroglu2024"),
         (lambda: published_law("lama3"), "llama3"),
         (lambda: published_law("2404.10102x?"), "published_laws"),
         (lambda: published_laws("loos"), "learning rate"),
         (lambda: published_law("besiroglu2024")(N=1e9), "it takes N, D"),
-        (lambda: published_law("besiroglu2024")(1e9, 1e9, N=1e9), "it takes N, D"),
         (lambda: published_law("besiroglu2024")(N=1e9, D=-1), "D is -1"),
         (lambda: published_law("steplaw2025_batch").optimal(1e20), "batch size"),
         (lambda: published_law("gadre2024_c4").optimal(1e20), "does not split"),

