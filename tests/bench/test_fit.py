@@ -35,9 +35,3 @@ def test_the_peer_is_given_the_objective_and_its_right_gradient():
     away = theta + np.array([0.1, -0.2, 0.05, 0.01, -0.01])
     numeric = approx_fprime(away, lambda t: peer.objective(t, weight)[0], 1e-7)
     np.testing.assert_allclose(peer.objective(away, weight)[1], numeric, rtol=1e-4, atol=1e-6)  # one-sided differences
-
-
-def test_the_grid_of_starts_is_the_published_one():
-    assert len(bench_fit.GRID) == 4500
-    assert min(bench_fit.GRID) == (0.0, 0.0, -1.0, 0.0, 0.0)
-    assert max(bench_fit.GRID) == (25.0, 25.0, 1.0, 2.0, 2.0)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_rows import checked_rows
 from isoflop.bench import parallel as bench_parallel
-from isoflop.bench.timing import print_benchmark
 from isoflop.bench.train import bench_config, build_stepper
 from isoflop.train.config import RunConfig
 from isoflop.train.data.shards import prepare
@@ -53,17 +51,3 @@ def test_a_peer_takes_our_steps(case: str, fields: dict[str, Any], peer: str, co
     for step, loss in enumerate(answers[0][0]):
         # A dp peer has the loss of its half of the batch.
         assert sum(theirs[step] for _, theirs in answers) / 2 == pytest.approx(loss, rel=1e-5)
-
-
-def test_rows_have_the_format_of_every_benchmark(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_parallel, "bench_config", small_config)
-    monkeypatch.delattr("os.sched_setaffinity", raising=False)  # other tests may need the same cores
-    rows = checked_rows(bench_parallel.bench_parallel(rounds=1, steps=1))
-    assert len(rows) == len(bench_parallel.CASES)
-    assert all(row["ratio"] == row["ours"] / row["peer"] for row in rows)
-    print_benchmark(rows)
-    printed = capsys.readouterr().out
-    assert "fully_shard" in printed
-    assert "MFU" not in printed

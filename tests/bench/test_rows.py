@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from isoflop.bench.timing import Contender, fastest, measuring_on, print_benchmark, spread, take_turns, timed_row
+from isoflop.bench.timing import Contender, measuring_on, print_benchmark, spread, take_turns, timed_row
 from isoflop.train.errors import UserError
 from isoflop.train.hardware import peak_bytes, pick_device
 
@@ -27,11 +27,6 @@ def test_contenders_alternate_and_the_first_step_is_not_counted() -> None:
     assert "".join(order) == "ab|" + 3 * "aabb|"
     assert [len(contender.seconds) for contender in contenders] == [3, 3]
     assert all(seconds >= 0 for contender in contenders for seconds in contender.seconds)
-
-
-def test_the_fastest_is_the_one_with_the_lowest_median() -> None:
-    slow, quick = Contender("slow", lambda: None, [1.0, 5.0, 5.0]), Contender("quick", lambda: None, [9.0, 2.0, 3.0])
-    assert fastest([slow, quick]) is quick
 
 
 def test_peak_memory_is_the_most_that_is_held_at_once() -> None:

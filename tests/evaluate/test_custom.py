@@ -233,20 +233,16 @@ def test_templates_groups_and_functions_work(folder: Path) -> None:
     assert requests(loaded["quiet"])[0][0][0] == f"q {loaded['quiet'].indices[0]} + 1"
 
 
-def test_lm_evals_own_templates_can_be_included(folder: Path) -> None:
+def test_lm_evals_own_templates_can_be_included_and_a_file_is_its_own_tasks_alone(folder: Path) -> None:
+    (folder / "broken.yaml").write_text("a: [1")
     (folder / "sums.yaml").write_text(
         "task: my_arc\ninclude: arc/arc_easy.yaml\ndataset_path: json\ndataset_name: null\n"
         "dataset_kwargs: {data_files: {test: data/arc.jsonl}}\ntraining_split: null\nvalidation_split: null\n"
     )
     row = {"question": "What is hot?", "choices": {"text": ["ice", "fire"], "label": ["A", "B"]}, "answerKey": "B"}
     write(folder / "data" / "arc.jsonl", [row])
-    entry = load_custom(folder)["my_arc"]
+    entry = load_custom(folder / "sums.yaml")["my_arc"]
     assert requests(entry) == [[("Question: What is hot?\nAnswer:", f" {choice}") for choice in ("ice", "fire")]]
-
-
-def test_a_single_yaml_file_is_its_own_tasks_alone(folder: Path) -> None:
-    (folder / "broken.yaml").write_text("a: [1")
-    assert list(load_custom(folder / "sums.yaml")) == ["sums"]
 
 
 @pytest.mark.parametrize(

@@ -120,15 +120,6 @@ class Mortal(Answers):
             raise Killed
 
 
-def broken() -> GPT:
-    """Return a model that answers only NaN."""
-    model = gpt()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(math.nan)
-    return model
-
-
 def test_an_interrupted_evaluation_goes_on_at_the_request() -> None:
     rng, model = np.random.default_rng(12), gpt()
     pairs = [request(random_text(rng, 0, 25), " " + random_text(rng, 0, 9)) for _ in range(30)]
@@ -153,10 +144,10 @@ def test_an_interrupted_evaluation_goes_on_at_the_request() -> None:
     np.testing.assert_allclose([n for n, _ in resumed[0]], [n for n, _ in expected[0]], rtol=1e-12)
     np.testing.assert_allclose(resumed[1], expected[1], rtol=1e-12)
     assert resumed[2:] == expected[2:]
-    # Now every answer is stored, also through JSON, and no model computes.
+    # Now every answer is stored, also through JSON, and the model does not compute.
     stored = Answers()
     stored.put(json.loads(json.dumps(answers.known)).items())
-    assert ask(stored, broken()) == resumed
+    assert ask(stored, gpt(1)) == resumed
 
 
 def test_nan_is_reported_and_kept_as_nan() -> None:
@@ -323,12 +314,3 @@ def test_a_prompt_gives_way_to_the_answer() -> None:
     (text,) = lm.generate_until([request("abcdefghijklmnopqrstuvwxyz", {"until": [], "max_gen_toks": 8})])
     assert text == ByteTokenizer().decode(decode_greedily(model, ids("opqrstuvwxyz"), 8))
     assert lm.truncated == {("abcdefghijklmnopqrstuvwxyz",)}
-
-
-def test_sampling_is_reproducible_and_does_not_see_its_neighbours() -> None:
-    model = gpt(9)
-    kwargs = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
-    requests = [request(text, kwargs) for text in ("one", "two words", "one", "three more words")]
-    texts = lm_of(model).generate_until(requests)
-    assert lm_of(model, 1).generate_until(requests) == texts
-    assert texts[0] != texts[2]  # repeats of one prompt differ

@@ -66,6 +66,7 @@ def test_every_rank_gets_what_one_process_gets_and_the_first_one_keeps_it(monkey
     monkeypatch.setattr("isoflop.evaluate.harness.ROUND_TOKENS", 150)  # several rounds
     monkeypatch.setattr("isoflop.evaluate.harness.ROUND_PROMPTS", 1)
     expected = everything(Mesh())
+    assert expected["drawn"][0] != expected["drawn"][3]  # repeats of one prompt differ
 
     def twice(ranks: Mesh) -> list[Any]:
         answers = Answers()

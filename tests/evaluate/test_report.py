@@ -15,7 +15,6 @@ import pandas as pd
 import pytest
 import scipy.stats
 from isoflop import fit
-from isoflop.evaluate.pages import page as written
 from isoflop.evaluate.pages import paired, sweep_report
 from isoflop.evaluate.pages.page import Axis
 from isoflop.evaluate.pages.paired import compare_runs
@@ -234,15 +233,6 @@ def test_links_are_relative_or_nothing() -> None:
 
 
 # Numbers.
-
-
-def test_numbers_have_few_digits_and_missing_ones_are_a_dash() -> None:
-    expected = {0: "0", 999: "999", 1000: "1.00k", 999_999: "1.00M", 14960: "15.0k", 20.5e12: "20.5T", None: "–"}
-    assert {value: written.short_count(value) for value in expected} == expected
-    assert written.short_count(math.nan) == written.with_error(None, 0.1) == written.compute(0) == "–"
-    assert [written.number(value, sign="+") for value in (None, math.nan, 0.5)] == ["–", "–", "+0.500"]
-    assert (written.with_error(0.5, None), written.with_error(-0.5, 0.25, 2)) == ("0.500", "−0.50 ± 0.25")
-    assert written.compute(1.234e-5) == "1.23×10⁻⁵"
 
 
 def test_axes_hold_their_values_and_have_round_ticks() -> None:

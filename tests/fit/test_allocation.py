@@ -230,13 +230,6 @@ def test_intervals_are_percentiles_over_draws_and_cover():
             assert wider[0] <= low < answer.values[name][0] < high <= wider[1]
 
 
-def test_answers_print_as_a_sentence_and_as_a_table():
-    shown = allocation.token_limited(random_law(), [1e21, 1e22], 1e10)
-    assert len(repr(shown).splitlines()) == 2
-    assert "epochs = 1.00" in repr(shown)
-    assert shown._repr_html_().count("<tr>") == 3
-
-
 WRONG = [
     (lambda law: allocation.compute_optimal(law, -1e21), "flops is -1e\\+21"),
     (lambda law: allocation.compute_optimal(law, 1e21, 0.0), "flops_per_token is 0"),

@@ -270,11 +270,6 @@ def test_no_bootstrap_means_no_intervals(no_resamples):
     assert "cannot confirm one another" in no_resamples.verdict.sentence
 
 
-@pytest.fixture(scope="module")
-def little_noise():
-    return analyze(sweep(noise=0.0005), bootstrap=60)
-
-
 def test_bands_contain_their_values_for_every_approach(analysis):
     C = np.geomspace(2e15, 1e17, 5)
     for approach in analysis.approaches.values():
@@ -340,6 +335,12 @@ def test_a_backtest_with_all_losses_inside_its_intervals_raises_no_alarm(analysi
         assert ("backtest_outside" in {w.code for w in run_checks(judged)}) == (inside < 0.5)
 
 
+def test_approaches_that_disagree_are_warned_of(analysis):
+    """What makes a verdict has tests in test_approaches.py."""
+    disagreeing = replace(analysis, verdict=replace(analysis.verdict, agree=False))
+    assert [w.code for w in {*run_checks(disagreeing)} - {*run_checks(analysis)}] == ["approaches_disagree"]
+
+
 def test_forms_that_ask_for_other_sizes_are_named(monkeypatch, mixture_analysis):
     sizes = {"chinchilla": [1e9], "gamma": [2e9], "kaplan": [9e9]}
     monkeypatch.setattr(
@@ -360,19 +361,6 @@ def test_the_approach_that_finds_held_out_sizes_best_is_named_first(no_resamples
         assert step["N_measured"]
     expected = [np.log(step["N_predicted"] / step["N_measured"]) for step in no_resamples.backtest["steps"]]
     assert off["parametric"] == pytest.approx(np.sqrt(np.mean(np.square(expected))))
-
-
-def test_an_approach_that_is_made_to_disagree_is_said_to(little_noise):
-    """The parametric law is that of runs of the same budgets with models five times larger."""
-    larger = analyze(sweep(noise=0.0005).assign(N=lambda t: 5 * t.N, D=lambda t: t.D / 5), bootstrap=60)
-    approaches = little_noise.approaches | {"parametric": larger.approaches["parametric"]}
-    disagreeing = replace(
-        little_noise, approaches=approaches, verdict=fit.verdict(approaches, little_noise.targets, little_noise.table)
-    )
-    assert "approaches_disagree" not in warning_codes(little_noise)
-    assert little_noise.verdict.agree
-    assert "approaches_disagree" in {warning.code for warning in run_checks(disagreeing)}
-    assert disagreeing.verdict.agree is False
 
 
 def test_bad_targets_and_resamples_are_one_sentence():

@@ -5,9 +5,6 @@ import pandas as pd
 import pytest
 from isoflop import fit
 from isoflop.fit.approaches.experts import expert_columns
-from isoflop.fit.forecasting.mixture import family
-
-from tests.fit.test_mixture import designed
 
 ROUTED = {"a": -0.082, "b": -0.108, "c": 0.009, "d": 1.104, "E_start": 1.847, "E_max": 314.478}  # Clark et al., S-Base
 TOKENS = 1.3e11
@@ -29,16 +26,11 @@ def forecaster():
     return fit.Forecaster(expert_laws(), further="experts", draws=20).fit(routed())
 
 
-def test_the_mixture_of_forms_is_a_forecaster_of_laws_of_N_and_D():
-    runs = designed()
-    names = ["kaplan", "chinchilla, tied"]
-    general = fit.Forecaster({name: family()[name] for name in names}, draws=20).fit(runs.N, runs.D, runs.loss)
-    mixture = fit.FormMixture(names, draws=20).fit(runs.N, runs.D, runs.loss)
-    assert general.weights_ == mixture.weights_
-    assert general.forecast([1e11], [2e12]).equals(mixture.forecast([1e11], [2e12]))
-
-
 def test_hold_outs_and_intervals_follow_the_input_that_is_extrapolated(forecaster):
+    assert forecaster.weights_["clark"] > forecaster.weights_["abnar"]  # as its errors are smaller
+    assert forecaster.errors_["clark"] < forecaster.errors_["abnar"]
+    assert repr(forecaster).startswith("Forecaster of loss: clark ")
+    assert repr(forecaster).endswith("2 hold-outs by experts")
     assert [cut.reach for cut in forecaster.cut_offs_] == [64, 16]
     assert forecaster.ends_.tolist() == [1, 256]
     at = {"N_active": [1e8, 1e8, 1e9], "experts": [256, 4096, 256], "N_total": [8e9, 1.2e11, 8e10]}
@@ -49,13 +41,6 @@ def test_hold_outs_and_intervals_follow_the_input_that_is_extrapolated(forecaste
     assert (ends.low < ends.loss).all()
     assert (ends.loss < ends.high).all()
     assert forecaster.quantiles(**at)[:, 500] == pytest.approx(ends.loss)
-
-
-def test_the_law_that_predicts_more_experts_weighs_most(forecaster):
-    assert forecaster.weights_["clark"] > forecaster.weights_["abnar"]
-    assert forecaster.errors_["clark"] < forecaster.errors_["abnar"]
-    assert repr(forecaster).startswith("Forecaster of loss: clark ")
-    assert repr(forecaster).endswith("2 hold-outs by experts")
 
 
 def test_an_earlier_forecaster_knows_only_smaller_runs(forecaster):

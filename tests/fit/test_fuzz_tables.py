@@ -65,15 +65,6 @@ def test_equal_values_determine_a_power_law_only_without_an_offset():
         fit.PowerLaw(offset=True).fit(x, 3.0 * (1 + 1e-15 * np.cos(x)))
 
 
-def test_complex_numbers_are_refused():
-    frame = pd.DataFrame({"N": [1e6, 1e7], "D": [1e8, 1e9], "loss": [3.0 + 1j, 2.5]})
-    with pytest.raises(fit.InputError, match=r"loss is .* in row 0; a number"):
-        fit.read_table(frame)
-    for loss in (frame.loss, [True, False], pd.to_datetime(["2026", "2027"]), pd.to_timedelta([1, 2], "h")):
-        with pytest.raises(fit.InputError, match="loss holds a value that is not a number"):
-            fit.ChinchillaLaw().fit(frame.N, frame.D, loss)
-
-
 def test_new_names_of_the_groups_and_another_order_of_the_rows_change_no_interval():
     rng = np.random.default_rng(3)
     flops = np.repeat(10.0 ** np.arange(16, 21), 8)

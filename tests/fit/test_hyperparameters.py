@@ -336,24 +336,3 @@ def test_the_surface_of_their_runs_agrees_in_all_but_the_learning_rates_d(stepla
     assert surface.interval("batch_p_N")[1] < -0.1
     low, high = HyperparameterSurface(batch=("D",)).fit(*steplaw).bootstrap(200).interval("batch_p_D")
     assert low < 0.571 < high
-
-
-@pytest.mark.published
-def test_on_held_out_cells_the_surface_beats_the_best_of_the_grid(steplaw):
-    cell = cells_of(steplaw.N, steplaw.D)
-    lost = {"surface": [], "best": [], "published": []}
-    for held_out in range(cell.max() + 1):
-        train, test = [v[cell != held_out] for v in steplaw], [v[cell == held_out] for v in steplaw]
-        n, d = test[0][0], test[1][0]
-        optima = cell_optima(*train, method="best")
-        optimum = HyperparameterSurface().fit(*train).optimal(n, d)
-        guesses = {
-            "surface": (optimum.learning_rate, optimum.batch),
-            "best": tuple(HyperparameterLaw(t).fit_cells(optima).predict(n, d) for t in LAW),
-            "published": (1.79 * n**-0.713 * d**0.307, 0.58 * d**0.571),
-        }
-        for name, (rate, batch) in guesses.items():
-            nearest = np.argmin(np.log(test[2] / rate) ** 2 + np.log(test[3] / batch) ** 2)
-            lost[name].append(test[4][nearest] / test[4].min() - 1)
-    mean = {name: np.mean(values) for name, values in lost.items()}
-    assert mean["surface"] < 0.0007 < mean["published"] < 0.0010 < mean["best"], mean

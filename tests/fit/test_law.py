@@ -74,8 +74,9 @@ def test_a_law_without_a_data_term_is_called_degenerate():
 N, D, L = points(9, n=12)
 BAD = [
     (dict(D=[np.inf, *D[1:]]), "D is inf in row 0"),
-    (dict(D=[-1.0, *D[1:]]), "D is -1 in row 0"),
     (dict(loss=["2", "two"] * 6), "loss holds a value that is not a number"),
+    (dict(loss=[True, False] * 6), "loss holds a value that is not a number"),
+    (dict(loss=np.arange(12).astype("timedelta64[h]")), "loss holds a value that is not a number"),
     (dict(N=[], D=[], loss=[]), "N is empty"),
     (dict(N=N[:5], D=D[:5], loss=L[:5]), "has 5 parameters and the table has 5 different points; it needs at least 6"),
     (dict(N=np.full(12, 1e9)), "N is 1e\\+09 in every row"),

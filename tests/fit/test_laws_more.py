@@ -164,6 +164,9 @@ def test_gradient_and_hessian_are_those_of_finite_differences(case):
     first = np.stack([(form.value(theta + e)[0] - form.value(theta - e)[0]) / (2 * h) for e in h * np.eye(k)])
     gradient, hessian = form.derivatives(cache(theta), slope, zero, True)
     close(gradient, np.einsum("ipn,pn->pi", first, slope))
+    absolute, reach = form.sizes(cache(theta), slope, np.abs(slope))
+    assert (absolute >= np.abs(gradient) * (1 - 1e-12)).all()
+    assert (reach >= np.einsum("ipn,pn->pi", np.abs(first), np.abs(slope)) * (1 - 1e-6)).all()
     ahead, behind = ([form.gradient(cache(theta + s * e), slope) for e in h * np.eye(k)] for s in (1, -1))
     close(hessian, (np.stack(ahead, 1) - np.stack(behind, 1)) / (2 * h))
     close(
@@ -204,7 +207,7 @@ def test_an_integer_weight_is_that_many_copies_and_zero_is_none(name):
 @case
 def test_a_law_survives_its_file_to_the_last_bit(case, tmp_path):
     _, (*inputs, y) = case.data(7, noise=0.003)
-    law = case.make(objective="se").fit(*inputs, y, loss_se=0.003 * y).bootstrap(12, groups=np.arange(POINTS) // 2)
+    law = case.make(objective="se").fit(*inputs, y, loss_se=0.003 * y).bootstrap(6, groups=np.arange(POINTS) // 2)
     law.to_json(tmp_path / "law.json")
     read = (
         FunctionLaw.from_json(tmp_path / "law.json", precision)
@@ -224,7 +227,7 @@ def test_a_law_survives_its_file_to_the_last_bit(case, tmp_path):
     assert again == first
     for twin in (read, pickle.loads(pickle.dumps(law)), copy.deepcopy(law)):
         assert repr(twin) == repr(law)
-        assert (twin.bootstrap(12, groups=np.arange(POINTS) // 2).draws_[name] == law.draws_[name]).all()
+        assert (twin.bootstrap(6, groups=np.arange(POINTS) // 2).draws_[name] == law.draws_[name]).all()
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -137,13 +137,6 @@ def test_the_base_is_held_and_has_no_interval():
     assert law.interval("R_D")[0] < law.R_D_ < law.interval("R_D")[1]
 
 
-def test_weights_follow_the_columns_or_are_named():
-    columns = repeated(8, noise=0.003)
-    weight = np.where(columns[0] > np.median(columns[0]), 2.0, 1.0)
-    law, named = RepetitionLaw(base=C4).fit(*columns, weight), RepetitionLaw(base=C4).fit(*columns, weight=weight)
-    assert law.constants_ == named.constants_ != RepetitionLaw(base=C4).fit(*columns).constants_
-
-
 def test_excess_parameters_that_no_run_has_are_not_fitted():
     N, D, U, _ = repeated(9)
     N = U / 100  # far below the optimal size

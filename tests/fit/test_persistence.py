@@ -109,11 +109,22 @@ def test_a_saved_law_answers_as_the_law_does(law, saved):
         fit.read_law(saved.with_name("other.json"))
 
 
-def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path, quick_pictures):
+def test_a_reports_law_keeps_its_warnings_and_a_damaged_mixture_is_refused(tmp_path, quick_pictures):
     N, D, loss = points(0, 40)
+    loss[3] *= 1.5  # an outlier, which the report warns about
     runs = fit.read_table(pd.DataFrame({"N": N, "D": D, "loss": loss}))
     fit.write_report(fit.analyze(runs, targets=(1e23,), bootstrap=10), tmp_path)
     whole = (tmp_path / "law.json").read_text()
+    answer = fit.answer(tmp_path / "law.json", [1e20])
+    assert any("outlier" in w["code"] for w in answer["warnings"])
+    result = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--target-flops", "1e20", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["optimal"][0]["N"] == answer["optimal"][0]["N"]
+    (tmp_path / "other.json").write_text(json.dumps(json.loads(whole) | {"warnings": 5}))
+    with pytest.raises(fit.InputError, match=r"Expected array, got int at \$.warnings"):
+        fit.answer(tmp_path / "other.json")
+    refused = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--tied"])
+    assert "only --target-flops, --convention, --intervals and --json apply" in str(refused.exception)
     assert fit.answer(tmp_path / "law.json", [1e23])["intervals"] == "mixture"
 
     gone = [("share", "size", -1), ("forms", "gamma"), ("forms", "gamma", "constants", "gamma"), ("rate", "size")]
@@ -126,22 +137,3 @@ def test_a_mixture_that_is_damaged_is_refused_in_one_sentence(tmp_path, quick_pi
         (tmp_path / "law.json").write_text(json.dumps(content))
         with pytest.raises(fit.InputError, match=r"law.json holds a mixture whose forms, shares and draws"):
             fit.answer(tmp_path / "law.json", [1e23])
-
-
-def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path, quick_pictures):
-    N, D, loss = points(0, 40)
-    loss[3] *= 1.5  # an outlier, which the report warns about
-    runs = fit.read_table(pd.DataFrame({"N": N, "D": D, "loss": loss}))
-    analysis = fit.analyze(runs, targets=(1e23,), bootstrap=20, intervals="noise")
-    fit.write_report(analysis, tmp_path)
-    answer = fit.answer(tmp_path / "law.json", [1e20])
-    assert any("outlier" in w["code"] for w in answer["warnings"])
-    result = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--target-flops", "1e20", "--json"])
-    assert result.exit_code == 0
-    assert json.loads(result.stdout)["optimal"][0]["N"] == answer["optimal"][0]["N"]
-    content = json.loads((tmp_path / "law.json").read_text()) | {"warnings": 5}
-    (tmp_path / "other.json").write_text(json.dumps(content))
-    with pytest.raises(fit.InputError, match=r"Expected array, got int at \$.warnings"):
-        fit.answer(tmp_path / "other.json")
-    refused = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--tied"])
-    assert "only --target-flops, --convention, --intervals and --json apply" in str(refused.exception)

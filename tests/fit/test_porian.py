@@ -76,14 +76,3 @@ def test_every_exponent_lies_in_its_published_interval(published, profiles_by_ke
         tolerance = 0.012 if key == UNCLOSED[2:6] else 0.008
         law = next(p.N_law_ for name, p in profiles_by_key.items() if name[:2] == UNCLOSED[:2] and name[2:6] == key)
         assert abs(law.p_ - exponent) < tolerance, key
-
-
-def test_the_one_exponent_outside_has_a_vertex_at_an_edge(published, profiles_by_key):
-    profiles = profiles_by_key[UNCLOSED]
-    low, high = interval(published, UNCLOSED)
-    assert high < profiles.N_law_.p_ < high + 0.003
-    theirs = rows(published[1], UNCLOSED).dropna(subset=["n"])
-    (edge,) = set(theirs.flops) - {p.flops for p in profiles.accepted_}
-    assert edge == 2.5e16
-    ours = {p.flops: p.N_best for p in profiles.accepted_} | {edge: theirs.set_index("flops").n[edge]}
-    assert low < fit.PowerLaw().fit(list(ours), list(ours.values())).p_ < high

@@ -101,18 +101,6 @@ def test_prices_give_back_the_dollars_of_a_request() -> None:
     assert prices.output_mfu < prices.input_mfu <= device.compute_efficiency
 
 
-def test_larger_batches_make_answers_cheaper_and_the_best_model_larger() -> None:
-    from tests.fit.test_allocation import HOFFMANN_3_DIGITS, FixedLaw
-
-    law, device, model = FixedLaw(HOFFMANN_3_DIGITS), Device(1e15, 3e12, 2.5), Served.typical(7e9)
-
-    def best(batch: float) -> float:
-        prices = Prices.from_roofline(device, device, model, batch, 500, 500)
-        return float(np.squeeze(fit.inference_aware(law, 1e12, loss=2.2, prices=prices).N))
-
-    assert best(1) < best(16) < best(256)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
