@@ -48,7 +48,7 @@ STATED = [  # law, inputs, value by the paper or by hand, relative tolerance
 ]
 BEST = [  # law, FLOPs, and the N or D that its paper gives as the best
     ("hoffmann2022_approach3_unrounded", GOPHER, "N", 40e9, 0.02),
-    ("besiroglu2024", GOPHER, "ratio", 18.4, 0.006),
+    ("besiroglu2024", GOPHER, "ratio", 18.4, 0.0054),
     ("muennighoff2023_c4", 1e21, "ratio", 1 / 0.051, 0.02),  # U_N = 0.051 U_D
     ("kaplan2020_N_opt", 1e21, "N", 4.68e9, 2e-3),  # Hoffmann et al., appendix D.4
     ("hoffmann2022_approach1", 1e21, "N", 2.86e9, 0.03),
@@ -83,10 +83,12 @@ def test_kaplans_joint_law_gives_the_published_data_rule():
 # Hoffmann et al. 2022, tables 3 and A3: parameters, and FLOPs that make them optimal. Approach 3 at 175B is left out:
 # the table prints 1.26e24 there, out of line with its neighbours (and with 6ND = 1.26e25).
 TABLE = {
-    "hoffmann2022_approach1": {4e8: 1.92e19, 1e9: 1.21e20, 1e10: 1.23e22, 6.7e10: 5.76e23, 1e12: 1.27e26},
+    "hoffmann2022_approach1": {
+        4e8: 1.92e19, 1e9: 1.21e20, 1e10: 1.23e22, 6.7e10: 5.76e23, 2.8e11: 9.9e24, 1e12: 1.27e26,
+    },
     "hoffmann2022_approach2": {4e8: 1.84e19, 1e9: 1.20e20, 1e10: 1.32e22, 1.75e11: 4.54e24, 1e12: 1.59e26},
     "hoffmann2022_approach3_unrounded": {4e8: 2.21e19, 1e9: 1.62e20, 1e10: 2.46e22, 6.7e10: 1.71e24, 1e12: 5.65e26},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLE)
