@@ -110,7 +110,7 @@ def plain_awq(weight: Tensor, x: Tensor, format: str, group: int) -> Tensor:
 
 @pytest.mark.parametrize("format", ["int3", "nf4", "mxfp4"])
 def test_gptq_and_awq_equal_plain_implementations(format: str) -> None:
-    x, weight = inputs(64), weights(12, 64)
+    x, weight = inputs(64), weights(6, 64)
     moments, group = methods.Moments(64, x.device), 32 if format == "mxfp4" else GROUP
     nothing = methods.Moments(64, x.device)
     moments.add(x)
@@ -179,10 +179,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[..., Da
     return folder
 
 
-@pytest.mark.parametrize(("format", "method"), [("int3", "awq"), ("mxfp4", "gptq")])
 def test_a_quantized_checkpoint_is_scored_sampled_and_exported(
-    run: Path, tmp_path: Path, format: str, method: str, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    format, method = "int3", "awq"
     out, again = tmp_path / "small", tmp_path / "again"
     assert call("quantize", run, out, "--format", format, "--method", method, "--json") == 0
     facts = json.loads(capsys.readouterr().out)

@@ -208,12 +208,12 @@ def test_every_column_of_the_tables_is_seen_at_once(tmp_path: Path) -> None:
 
 
 def test_a_missed_escape_cannot_run_and_a_page_has_25_items(tmp_path: Path) -> None:
-    page = checkpoint_page(header({"t": numbers()}), make_items("t", 10_000))
+    page = checkpoint_page(header({"t": numbers()}), make_items("t", 1000))
     attack = f"<script>{RAN}</script><img src=x onerror={RAN}><svg onload={RAN}></svg><a href='javascript:{RAN}'>x</a>"
     seen, log = browse(tmp_path, page.replace("<main>", f"<main>{attack}", 1), 1280)
     assert "data-ran" not in seen
     assert len(re.findall("Refused to|violates the following", log)) >= 3, "the policy refused each of them"
-    assert "Items 1 to 25 of 10,000" in seen
+    assert "Items 1 to 25 of 1,000" in seen
     assert seen.count('<li class="card"') == 25
 
 

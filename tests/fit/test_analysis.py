@@ -41,7 +41,7 @@ def warning_codes(analysis):
 
 @pytest.fixture(scope="module")
 def analysis():
-    return analyze(sweep(), targets=(1e17, 1e18), bootstrap=100)
+    return analyze(sweep(), targets=(1e17, 1e18), bootstrap=40)
 
 
 def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth(analysis):
@@ -185,7 +185,7 @@ def test_refits_that_never_converge_leave_an_answer_without_intervals(monkeypatc
 @pytest.mark.filterwarnings("error")
 def test_a_law_with_infinite_intervals_raises_no_warning():
     frame = sweep(sizes=3, noise=0.01).query("final").iloc[[0, 1, 2, 5, 8, 9]]
-    analysis = analyze(frame, bootstrap=30, law=fit.KaplanLaw())
+    analysis = analyze(frame, bootstrap=10, law=fit.KaplanLaw())
     assert analysis.backtest["influence"]["left_out"]
 
 
@@ -211,25 +211,23 @@ def test_the_json_is_the_contracts(analysis):
 
 @pytest.fixture(scope="module")
 def mixture_analysis():
-    return analyze(sweep(), bootstrap=20, intervals="mixture")
+    return analyze(sweep(), targets=(1e17, 1e18), bootstrap=40, intervals="mixture")
 
 
-def test_the_mixture_of_forms_answers_first_and_covers_more_than_the_noise(mixture_analysis):
-    content = mixture_analysis.to_dict()
-    [best], [by_law] = content["optimal"], content["approaches"]["parametric"]["optimal"]
-    t = mixture_analysis.table
-    mixture = fit.FormMixture(draws=20).fit(t.N, t.D, t.loss, flops=t.flops, groups=t.group)
+def test_the_mixture_of_forms_answers_first_and_covers_more_than_the_noise(analysis, mixture_analysis):
+    content, mixture = mixture_analysis.to_dict(), mixture_analysis.mixture.mixture
+    (_, best), (_, by_law) = content["optimal"], content["approaches"]["parametric"]["optimal"]
     assert best["N"] == pytest.approx(mixture.optimal(1e18).N[0])
     assert best["N_ci"] == pytest.approx(mixture.optimal(1e18).interval("N")[0])
     assert np.ptp(np.log(best["N_ci"])) > np.ptp(np.log(by_law["N_ci"]))
     assert content["forms"] == pytest.approx(mixture.weights_)
     assert [content["intervals"], mixture_analysis.ranked[0].key] == ["mixture", "mixture"]
     assert content["law"]["form"] == "chinchilla"
-    noise = analyze(sweep(), bootstrap=20).to_dict()  # the same seed gives the same numbers
+    noise = analysis.to_dict()  # the same seed gives the same numbers
     assert noise["approaches"] == content["approaches"]
     assert noise["optimal"] == content["approaches"]["parametric"]["optimal"]
     assert [noise["intervals"], noise["forms"]] == ["noise", {}]
-    assert analyze(sweep(), bootstrap=20, seed=1).to_dict()["approaches"] != noise["approaches"]
+    assert analyze(sweep(), targets=(1e17, 1e18), bootstrap=40, seed=1).to_dict()["ci"] != noise["ci"]
     with pytest.raises(fit.InputError, match="intervals is 'wide'; choose one of mixture, noise"):
         analyze(sweep(), intervals="wide")
 
@@ -387,9 +385,8 @@ def test_a_ladder_of_few_trunks_has_intervals_and_says_what_they_leave_out():
     analysis = analyze(pd.DataFrame(rows), bootstrap=10)
     assert analysis.to_dict()["ci"], "four trunks are fewer than five constants, and yet there are intervals"
     assert "few_trunks" in warning_codes(analysis)
-    without_trunks = analyze(pd.DataFrame(rows).drop(columns="trunk"), bootstrap=10)
-    assert "few_trunks" not in warning_codes(without_trunks)
-    assert without_trunks.to_dict()["ci"] == analysis.to_dict()["ci"]
+    law = fit.ChinchillaLaw().fit(*(analysis.table.column(name) for name in ("N", "D", "loss"))).bootstrap(10)
+    assert analysis.to_dict()["ci"] == {name: list(law.interval(name)) for name in law.names}
 
 
 def written(c, N, D):
@@ -400,8 +397,8 @@ BOUNDS = {"E": (0.1, 10), "A": (1, 1e6), "alpha": (0.05, 2)}
 
 
 @pytest.mark.usefixtures("quick_pictures")
-@pytest.mark.parametrize("law", [fit.KaplanLaw(), fit.FunctionLaw(written, BOUNDS, tries=3)], ids=lambda law: law.form)
-def test_any_law_of_n_and_d_drives_the_whole_analysis(law, tmp_path):
+def test_any_law_of_n_and_d_drives_the_whole_analysis(tmp_path):
+    law = fit.FunctionLaw(written, BOUNDS, tries=3)
     rng = np.random.default_rng(0)
     constants = {"E": 1.8, "A": 480.0, "B": 2100.0, "alpha": 0.35, "beta": 0.37}
     C, N = np.repeat(10.0 ** np.arange(18, 21), 5), np.tile(np.geomspace(0.2, 5, 5), 3)
@@ -416,8 +413,4 @@ def test_any_law_of_n_and_d_drives_the_whole_analysis(law, tmp_path):
     assert content["backtest"]["steps"]
     assert content["backtest"]["loss_error"] < 0.05
     assert content["law"].keys() == {"form", *law.names}
-    page = fit.write_report(analysis, tmp_path)
-    assert page.read_text().count("Plotly.newPlot(id") == 1
-    saved = page.with_name("law.json")
-    if law.form != "function":  # its function is in no file
-        assert fit.answer(saved, [1e22])["optimal"][0]["N"] == pytest.approx(content["optimal"][0]["N"], rel=1e-9)
+    assert fit.write_report(analysis, tmp_path).read_text().count("Plotly.newPlot(id") == 1

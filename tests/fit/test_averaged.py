@@ -84,7 +84,7 @@ def test_a_sweep_folder_is_read_with_averages(tmp_path: Path) -> None:
 def test_intervals_of_such_points_hold() -> None:
     """A point's standard error covers the noise of averages and of cooldowns, and the uncertain gap."""
     away = []
-    for seed in range(20):
+    for seed in range(12):
         table, _ = with_averages(*simulated(0.003, seed))
         points = table[table["averaged"].notna()]
         expected = np.array([law(N, D) for N, D in zip(points["N"], points["D"], strict=True)])

@@ -49,7 +49,7 @@ def test_intervals_hold_the_share_of_all_pairs_of_recipes() -> None:
     assert truth[-1] == pytest.approx(0.5, abs=0.03)
     for recipes in (3, 6, 15):
         inside = []
-        for _ in range(120):
+        for _ in range(80):
             for true, (agrees, i, j) in zip(truth, pairs_of(draw(rng, recipes)), strict=True):
                 if len(i):
                     low, high = share_of_pairs(agrees, i, j)[1]
@@ -75,7 +75,7 @@ def test_a_small_table_counts_orders_ties_and_pairs_within_noise() -> None:
 
 def test_a_suite_orders_new_recipes_as_well_as_it_says() -> None:
     rng, errors = np.random.default_rng(1), []
-    for _ in range(8):
+    for _ in range(6):
         suite = fit.decision_accuracy(tidy(draw(rng, 12))).suite
         assert suite is not None
         new = draw(rng, 200).mean(axis=3)

@@ -131,7 +131,7 @@ def test_at_one_number_of_tokens_a_form_is_without_them():
 
 
 def test_a_law_of_experts_survives_its_file(tmp_path):
-    law = simulated("abnar", share=SHARE).bootstrap(8)
+    law = simulated("clark", tokens=D_CLARK, share=SHARE).bootstrap(8)
     law.to_json(tmp_path / "law.json")
     back = fit.read_law(tmp_path / "law.json")
     assert type(back) is fit.ExpertLaw

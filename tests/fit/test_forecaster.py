@@ -23,7 +23,7 @@ def expert_laws():
 
 @pytest.fixture(scope="module")
 def forecaster():
-    return fit.Forecaster(expert_laws(), further="experts", draws=20).fit(routed())
+    return fit.Forecaster(expert_laws(), further="experts", draws=8).fit(routed())
 
 
 def test_hold_outs_and_intervals_follow_the_input_that_is_extrapolated(forecaster):

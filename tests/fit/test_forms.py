@@ -14,9 +14,10 @@ def test_exponents_that_would_overflow_or_vanish_change_nothing(far):
     rng = np.random.default_rng(1)
     (x, y), ones = rng.normal(size=(2, 20)), np.ones(20)
     tables = [np.stack([ones, -x], 1), np.stack([ones, -y], 1), ones[:, None]]
-    form, theta = LogSumExp(5, zip(((0, 1), (2, 3), (4,)), tables, strict=True)), rng.normal(size=(3, 5)) + far
+    terms = [*zip(([0, 1], [2, 3], [4]), tables, strict=True)]
+    form, theta = LogSumExp(5, terms), rng.normal(size=(3, 5)) + far
     value, cache = form.value(theta)
-    u = np.array([theta[:, index] @ table.T for index, table in zip(([0, 1], [2, 3], [4]), tables, strict=True)])
+    u = np.array([theta[:, index] @ table.T for index, table in terms])
     np.testing.assert_allclose(value, logsumexp(u, axis=0), rtol=1e-12)
     share = np.exp(u - value)
     expected = np.concatenate([np.einsum("pn,ni->pi", *pair) for pair in zip(share, tables, strict=True)], axis=1)

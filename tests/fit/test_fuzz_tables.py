@@ -5,8 +5,7 @@ import pandas as pd
 import pytest
 from isoflop import fit
 
-# One of each kind, and tables that once gave a traceback, a warning or an unfounded answer.
-SEEDS = (*range(8), 12, 13, 15, 19, 20)
+ONCE_WRONG = (4, 5, 12, 15, 19, 20)  # seeds whose tables once gave a traceback, a warning or an unfounded answer
 
 
 def random_table(seed):
@@ -42,11 +41,12 @@ def random_table(seed):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", sorted({*range(8), *ONCE_WRONG}))  # tables of all kinds, and of those
 def test_a_random_table_is_answered_or_refused_in_one_sentence(seed):
     try:
         runs = fit.read_table(random_table(seed))
-        fit.FormMixture(["gamma"], draws=10).fit(runs).forecast(N=[1e10], D=[1e12])
+        form = "gamma" if seed in ONCE_WRONG else "chinchilla, tied"
+        fit.FormMixture([form], draws=10).fit(runs).forecast(N=[1e10], D=[1e12])
         analysis = fit.analyze(runs, targets=(1e18,), bootstrap=0, intervals="noise") if seed % 3 == 0 else None
     except fit.InputError as error:
         refusal = str(error)

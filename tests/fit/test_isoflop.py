@@ -48,7 +48,7 @@ def test_vertices_and_laws_of_exact_parabolas_are_exact():
     np.testing.assert_allclose([profiles.loss_law_.E_, profiles.loss_law_.p_], [1.7, -0.155], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("method", "trials"), [("parabola", 80), ("akima", 40)])
+@pytest.mark.parametrize(("method", "trials"), [("parabola", 60), ("akima", 30)])
 def test_vertex_and_exponent_intervals_cover_at_their_rate(method, trials):
     vertex, exponent = 0, 0  # of three budgets, too few for a loss law, which would take time
     for seed in range(trials):

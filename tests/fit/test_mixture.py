@@ -28,7 +28,7 @@ def mixed(runs, **options):
 
 @pytest.fixture(scope="module")
 def mixture():
-    return mixed(designed(), draws=100)
+    return mixed(designed(), draws=40)
 
 
 # Rolling hold-outs.
