@@ -110,7 +110,7 @@ def plain_awq(weight: Tensor, x: Tensor, format: str, group: int) -> Tensor:
 
 @pytest.mark.parametrize("format", ["int3", "nf4", "mxfp4"])
 def test_gptq_and_awq_equal_plain_implementations(format: str) -> None:
-    x, weight = inputs(64), weights(6, 64)
+    x, weight = inputs(64), weights(12, 64)
     moments, group = methods.Moments(64, x.device), 32 if format == "mxfp4" else GROUP
     nothing = methods.Moments(64, x.device)
     moments.add(x)
