@@ -200,6 +200,7 @@ KEPT: list[tuple[dict[str, Any], str]] = [
     ({"gates_normalised": False}, "gates_normalised is False"),
     ({"dense_layers": 1}, "dense_layers is 1"),
     ({"qkv_bias": True}, "qkv_bias is True"),
+    ({"qk_norm": True, "shared_experts": 1}, "shared_experts is 1"),
     ({"gate": "sigmoid", "window": 7}, "window is 7"),
 ]
 
