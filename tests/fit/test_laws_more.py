@@ -166,8 +166,8 @@ def test_gradient_and_hessian_are_those_of_finite_differences(case):
     close(gradient, np.einsum("ipn,pn->pi", first, slope))
     absolute, reach = form.sizes(cache(theta), slope, np.abs(slope))
     assert (absolute >= np.abs(gradient) * (1 - 1e-12)).all()
-    least = np.einsum("ipn,pn->pi", np.abs(first), np.abs(slope))
-    assert (reach >= least - 3e-7 * least.max()).all()
+    bound = np.einsum("ipn,pn->pi", np.abs(first), np.abs(slope))
+    assert (reach >= bound - 3e-7 * bound.max()).all()
     ahead, behind = ([form.gradient(cache(theta + s * e), slope) for e in h * np.eye(k)] for s in (1, -1))
     close(hessian, (np.stack(ahead, 1) - np.stack(behind, 1)) / (2 * h))
     close(
