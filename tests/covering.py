@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
-
-import pytest
 
 
 def covering(rows: Sequence[Any], seen: Sequence[Any] = (), key: Callable[[Any], tuple[Any, ...]] = tuple) -> list[Any]:
@@ -29,10 +27,3 @@ def covering(rows: Sequence[Any], seen: Sequence[Any] = (), key: Callable[[Any],
         chosen.append(max(rows, key=lambda row: len(pairs(row) & uncovered)))
         uncovered -= pairs(chosen[-1])
     return chosen
-
-
-def covered(rows: Iterable[Any]) -> list[Any]:
-    """Return rows as a test's parameters; rows outside the cover are marked `exhaustive`."""
-    rows = list(rows)
-    cover = covering(rows)
-    return [pytest.param(*row, marks=() if row in cover else pytest.mark.exhaustive) for row in rows]

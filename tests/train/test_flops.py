@@ -16,32 +16,15 @@ from isoflop.train.flops import (
     training_flops_per_token,
 )
 from isoflop.train.model.parametrization import build_model
+from random_models import random_architecture
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from zero_buffers import engine
 
 
-def random_architecture(seed: int) -> ModelConfig:
-    generator = random.Random(seed)
-    heads = generator.choice([1, 2, 3, 4])
-    return ModelConfig(
-        width=heads * generator.choice([2, 4, 10]),
-        depth=generator.randrange(1, 4),
-        heads=heads,
-        kv_heads=generator.choice([None, 1, heads]),
-        hidden=generator.choice([None, 17, 32]),
-        vocab_size=generator.randrange(2, 200),
-        vocab_multiple=generator.choice([1, 8, 64]),
-        qk_norm=generator.random() < 0.5,
-        tied_embeddings=generator.random() < 0.5,
-        head_size=generator.choice([None, 6]),
-        qkv_bias=generator.random() < 0.5,
-    )
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_parameters_are_those_of_the_model_less_the_padding(seed: int) -> None:
-    config = random_architecture(seed)
+    config = random_architecture(random.Random(seed))
     model = build_model(config, OptimizerConfig(), 8, 0)
     assert config.vocab_size is not None
     padding = (config.padded_vocab_size - config.vocab_size) * config.width
@@ -55,7 +38,7 @@ def test_parameters_are_those_of_the_model_less_the_padding(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_exact_flops_are_what_the_counter_sees_in_a_real_step(seed: int) -> None:
-    config = random_architecture(seed)
+    config = random_architecture(random.Random(seed))
     generator = random.Random(seed)
     batch, time = generator.randrange(1, 5), generator.randrange(2, 30)
     model = build_model(config, OptimizerConfig(), time, 0)
@@ -94,7 +77,7 @@ def test_d_is_rounded_up_to_whole_steps() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flops_of_the_optimizer_are_what_the_counter_sees_in_an_update(seed: int) -> None:
-    model = random_architecture(seed)
+    model = random_architecture(random.Random(seed))
     optimizer = OptimizerConfig(kind="muon", batch_size=2)
     gpt, zero = engine(model, optimizer, torch.float32)
     with zero.gradients.micro_batch(last=True):

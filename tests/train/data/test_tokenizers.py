@@ -71,17 +71,6 @@ def test_bytes_come_back_and_the_end_of_a_document_is_never_text() -> None:
     assert tokenizer.token_bytes[255] == 0
 
 
-def test_bytes_are_a_byte_level_bpe_without_merges() -> None:
-    # An independent implementation: the tokenizers library with GPT-2's alphabet and no merge.
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    alphabet = {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-    peer = hf.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    peer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    for text, ids in zip(TEXTS, ByteTokenizer().encode_batch(TEXTS), strict=True):
-        assert ids.tolist() == peer.encode(text).ids
-
-
 def test_word_by_word_the_ids_are_those_of_the_library(bpe: SubwordTokenizer) -> None:
     assert words.can_encode(bpe._content)
     generator, cases = (

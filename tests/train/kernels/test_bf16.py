@@ -53,23 +53,6 @@ def bf16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded_cast)
 
 
-@triton.jit
-def product_kernel(A, B, Out, Rounded, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store A B in fp32, and rounded to bf16."""
-    place = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    product = tl.dot(tl.load(A + place), tl.load(B + place))
-    tl.store(Out + place, product)
-    tl.store(Rounded + place, product.to(tl.bfloat16))
-
-
-def test_a_product_is_that_of_the_numbers_and_is_rounded_to_nearest() -> None:
-    a, b = torch.randn((2, 32, 32), generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
-    out, rounded = torch.empty((32, 32), device=DEVICE), torch.empty((32, 32), dtype=torch.bfloat16, device=DEVICE)
-    product_kernel[(1,)](a, b, out, rounded, SIZE=32)
-    torch.testing.assert_close(out, a.float() @ b.float(), atol=1e-5, rtol=1e-5)
-    assert torch.equal(rounded, out.bfloat16())
-
-
 class Case(NamedTuple):
     """Shape and mask of one call; every row is cut at random into `documents`."""
 
