@@ -21,7 +21,7 @@ from isoflop.train.config import (
     ScheduleConfig,
 )
 from isoflop.train.errors import Stopped, UserError
-from isoflop.train.files import read_json, read_json_lines
+from isoflop.train.files import read_json_lines
 from isoflop.train.loop import train
 from isoflop.train.optimizer.average import copies, newest_shares, whole_copies
 from isoflop.train.planner.validation import validate
@@ -71,52 +71,48 @@ def test_a_window_is_a_plain_mean_of_one_to_two_spans(span: float) -> None:
             assert span / (1 + span) - 1 / step <= len(inside) / step <= 1 - (1 + span) ** -2 + 2 / step
 
 
+@pytest.fixture(scope="module")
+def last_plain_weights(run: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    folder = tmp_path_factory.mktemp("plain")
+    train(run, folder, report=lambda line: None)
+    return _weights(load_for_evaluation(_step(folder, STEPS)).model)
+
+
 @pytest.mark.parametrize("kind", ["ema", "window"])
-def test_averages_are_those_of_the_saved_weights_and_change_no_other(run: RunConfig, kind: str, tmp_path: Path) -> None:
-    """Compare with float64 sums over the checkpoints of all steps, and with the checkpoint's own held-out loss."""
-    averaged = replace(run, average=AverageConfig(kind, [0.2, 0.6]))
-    train(averaged, tmp_path / "kept", report=lambda line: None)
-    train(run, tmp_path / "plain", report=lambda line: None)
-    weights = [_weights(load_for_evaluation(_step(tmp_path / "kept", step)).model) for step in range(1, STEPS + 1)]
-    assert torch.equal(weights[-1], _weights(load_for_evaluation(_step(tmp_path / "plain", STEPS)).model))
-    lines = {line["step"]: line for line in read_json_lines(tmp_path / "kept" / "metrics.jsonl")}
-    summary = read_json(tmp_path / "kept" / "summary.json") or {}
+def test_averages_are_those_of_the_saved_weights_and_change_no_other(
+    run: RunConfig, kind: str, last_plain_weights: torch.Tensor, tmp_path: Path
+) -> None:
+    """Compare with float64 sums over the checkpoints of all steps, and with a checkpoint's own held-out loss."""
+    averaged, kept, parts = replace(run, average=AverageConfig(kind, [0.2, 0.6])), tmp_path / "kept", tmp_path / "parts"
+    summary = train(averaged, kept, report=lambda line: None)
+    weights = [_weights(load_for_evaluation(_step(kept, step)).model) for step in range(1, STEPS + 1)]
+    assert torch.equal(weights[-1], last_plain_weights)
+    lines = {line["step"]: line for line in read_json_lines(kept / "metrics.jsonl")}
     sums = torch.zeros(copies(averaged.average), len(weights[0]), dtype=torch.float64)
     for step in range(1, STEPS + 1):
         for copy, share in enumerate(newest_shares(averaged.average, step)):
             sums[copy] = (1 - share) * sums[copy] + share * weights[step - 1].double()
         for span, copy in whole_copies(averaged.average, step).items():
-            loaded = load_for_evaluation(_step(tmp_path / "kept", step), average=span)
+            loaded = load_for_evaluation(_step(kept, step), average=span)
             # Weights are of order 0.1 to 1, and some 12 sums round in fp32.
             torch.testing.assert_close(_weights(loaded.model).double(), sums[copy], rtol=0, atol=1e-6)
             if (name := f"val_loss_{kind}_{span:g}") in lines[step]:
                 assert lines[step][name] == pytest.approx(score_windows(loaded)[2]["val_loss"], rel=1e-6)
                 assert step < STEPS or summary[name] == lines[step][name]
     assert sum(f"val_loss_{kind}_0.2" in line for line in lines.values()) == averaged.validations
-
-
-def test_a_resumed_run_keeps_the_same_averages_to_the_bit(run: RunConfig, tmp_path: Path) -> None:
-    averaged = replace(run, average=AverageConfig("window", [0.3]), checkpoint=CheckpointConfig())
-    train(averaged, tmp_path / "whole", report=lambda line: None)
+    # A resumed run keeps them to the bit.
     with pytest.raises(Stopped):
-        train(averaged, tmp_path / "parts", stop_after(7), lambda line: None)
-    train(averaged, tmp_path / "parts", report=lambda line: None)
-    files = [_step(tmp_path / part, STEPS) / "optimizer.safetensors" for part in ("whole", "parts")]
+        train(averaged, parts, stop_after(7), lambda line: None)
+    train(averaged, parts, report=lambda line: None)
+    files = [_step(folder, STEPS) / "optimizer.safetensors" for folder in (kept, parts)]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_a_checkpoint_is_scored_by_its_average(run: RunConfig, tmp_path: Path) -> None:
-    averaged = replace(run, average=AverageConfig("ema"), checkpoint=CheckpointConfig())
-    train(averaged, tmp_path / "run", report=lambda line: None)
-    summary = read_json(tmp_path / "run" / "summary.json") or {}
-    evaluations = [
-        Evaluator({}, average=average).evaluate(tmp_path / "run", tmp_path / "scores.json") for average in (None, 0.1)
-    ]
-    for name, scores in zip(("val_loss", "val_loss_ema_0.1"), evaluations, strict=True):
-        assert scores["held_out"]["val_loss"] == pytest.approx(summary[name], rel=1e-6)
-    assert evaluations[0]["checkpoint_sha256"] != evaluations[1]["checkpoint_sha256"]
-    with pytest.raises(UserError, match=r"average is 0.3; .* has averages of spans: 0.1"):
-        load_for_evaluation(tmp_path / "run", average=0.3)
+    # A checkpoint is scored by its average.
+    scores = [Evaluator({}, average=average).evaluate(kept, tmp_path / "scores.json") for average in (None, 0.2)]
+    losses = [score["held_out"]["val_loss"] for score in scores]
+    assert losses == pytest.approx([summary["val_loss"], summary[f"val_loss_{kind}_0.2"]], rel=1e-6)
+    assert scores[0]["checkpoint_sha256"] != scores[1]["checkpoint_sha256"]
+    with pytest.raises(UserError, match=r"average is 0.3; .* has averages of spans: 0.2, 0.6"):
+        load_for_evaluation(kept, average=0.3)
 
 
 @pytest.mark.parametrize(

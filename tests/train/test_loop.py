@@ -176,24 +176,16 @@ def with_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> No
     monkeypatch.setattr(Stepper, "step", step)
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_and_names_the_step(
+def test_a_loss_that_is_no_number_ends_the_run_before_a_checkpoint_and_names_the_step(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config.checkpoint.every_steps = 6
     with_losses(monkeypatch, {16: math.inf})  # between two logged lines
     with pytest.raises(Diverged, match="inf at step 17"):
         train(config, tmp_path, report=lambda line: None)
     assert [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl")] == [5, 10, 14, 15]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_12", "step_6"]  # not step_18
     assert not (tmp_path / "summary.json").exists()
-
-
-def test_no_checkpoint_is_taken_of_a_run_that_has_diverged(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config.checkpoint.every_steps, config.log_every = 4, 1000
-    with_losses(monkeypatch, {6: math.nan})
-    with pytest.raises(Diverged, match="at step 7"):
-        train(config, tmp_path, report=lambda line: None)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_4"]
 
 
 def test_a_loss_that_leaves_its_band_ends_the_run(

@@ -220,18 +220,19 @@ def run_child(target: Callable[[], Any]) -> Any:
     return child
 
 
-def test_processes_that_ask_at_once_build_once(config: DataConfig, tmp_path: Path) -> None:
+def test_processes_that_ask_at_once_train_and_build_once(config: DataConfig, tmp_path: Path) -> None:
     def report(stage: str, done: float, total: float) -> None:
-        if (stage, done) == ("tokenize", 0):
-            with open(tmp_path / "builds", "a") as file:
-                file.write("x")
+        if (stage, done) in (("learn merges", total), ("tokenize", 0)):
+            with open(tmp_path / "stages", "a") as file:
+                file.write(stage[0])
             time.sleep(0.3)  # long enough for the others to arrive
 
-    children = [run_child(lambda: verify(prepare(config, report))) for _ in range(4)]
+    config = changed(config, tokenizer="bpe", vocab_size=300)
+    children = [run_child(lambda: verify(prepare(config, report))) for _ in range(3)]
     for process in children:
         process.join(60)
-    assert [process.exitcode for process in children] == [0] * 4
-    assert (tmp_path / "builds").read_text() == "x"
+    assert [process.exitcode for process in children] == [0] * 3
+    assert (tmp_path / "stages").read_text() == "lt"
 
 
 @pytest.mark.parametrize("moment", [("tokenize", False), ("tokenize", True), ("write", True)], ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -175,26 +174,6 @@ def test_a_training_that_is_killed_is_one_sentence(
             load_tokenizer(config, None, tmp_path)
 
 
-def test_two_processes_train_one_bpe(config: DataConfig, tmp_path: Path) -> None:
-    count = tmp_path / "count"
-
-    def load() -> None:
-        def report(stage: str, done: float, total: float) -> None:
-            if stage == "learn merges" and done == total:
-                with open(count, "a") as file:
-                    file.write("x")
-
-        load_tokenizer(config, None, tmp_path, report)
-
-    children = [multiprocessing.get_context("fork").Process(target=load) for _ in range(3)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-    assert [child.exitcode for child in children] == [0, 0, 0]
-    assert count.read_text() == "x"
-
-
 def test_a_corpus_too_small_for_the_vocabulary_keeps_its_size(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abab abab"}\n{"text": "cdcd cdcd"}\n')
     config = DataConfig(corpus="text", path=str(tmp_path), tokenizer="bpe", vocab_size=1000)
@@ -305,13 +284,3 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused(tmp_path: Path, fields: di
     for ask in (planned_vocab_size, lambda config: load_tokenizer(config, None, tmp_path)):
         with pytest.raises(UserError, match=sentence):
             ask(DataConfig(**fields))
-
-
-def test_an_error_without_a_text_is_named_by_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **options: Any) -> None:
-        raise MemoryError
-
-    (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr("msgspec.json.decode", fail)
-    with pytest.raises(UserError, match=r"cannot be loaded \(MemoryError\)"):
-        planned_vocab_size(DataConfig(tokenizer=str(tmp_path)))

@@ -11,7 +11,7 @@ import resource
 import shutil
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from isoflop.train.errors import UserError
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.parametrization import build_model
 from isoflop.train.parallel.layout import Held, Piece, Placement, boxes, split_placement, whole_placement
-from isoflop.train.parallel.mesh import Mesh, build_mesh
+from isoflop.train.parallel.mesh import build_mesh
 from meshes import CPU
 from torch import Tensor
 
@@ -211,29 +211,6 @@ def differing(field: str, value: int) -> RunConfig:
     return config
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("harm", [truncate, flip, Path.unlink], ids=lambda harm: harm.__name__)
-@pytest.mark.parametrize("name", [".metadata", "__3_0.distcp"])
-def test_a_damaged_shard_is_named(name: str, harm: Callable[[Path], None], saved: Path, tmp_path: Path) -> None:
-    path = shutil.copytree(checkpoint.find(folder(saved, (2, 2, 0))), tmp_path / "step_5")
-    assert checkpoint.damage(path) is None
-    harm(path / "shards" / name)
-    problem = checkpoint.damage(path)
-    assert problem is not None
-    assert f"shards/{name}" in problem
-    with pytest.raises(UserError, match="is damaged"):
-        checkpoint.load_for_evaluation(path)
-
-
 def test_a_checkpoint_that_does_not_cover_the_model_is_refused(saved: Path, tmp_path: Path) -> None:
     for shares in ((1, 1, 0), (2, 1, 0)):
         path = checkpoint.find(folder(saved, shares))
@@ -261,26 +238,6 @@ def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(tmp_path:
     with pytest.raises(UserError, match=r"checkpoints is not the same folder on every node: .* shards/__8_0\.distcp"):
         checkpoint.publish(temporary, tmp_path / "checkpoints" / "step_5", other)
     assert checkpoint.list_steps(tmp_path / "checkpoints") == []
-
-
-def test_one_process_writes_the_same_bytes_of_whole_tensors_and_pieces(saved: Path, tmp_path: Path) -> None:
-    # The pieces are those of a tensor-parallel group of one rank, as when one GPU runs the code of many.
-    pieces = checkpoint.find(folder(saved, (1, 1, 0)))
-    assert len(placement("blocks.0.attention.qkv.weight", (24, WIDTH), 0, 1).pieces) == 3
-    saver = Saver(tmp_path, Mesh(), CONFIG, ByteTokenizer())
-    at = {name: whole_placement(shape) for name, shape in SHAPES.items()}
-    saver.save(5, [Held(n, k, at[n], 0, v.numel(), v.flatten()) for (n, k), v in state(1).items()], {})
-    saver.wait()
-    for name in (storage.WEIGHTS, storage.MOMENTS):
-        assert (tmp_path / "step_5" / name).read_bytes() == (pieces / name).read_bytes()
-
-
-def test_one_process_that_holds_a_part_does_not_save_it_for_the_whole(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, Mesh(), CONFIG, ByteTokenizer())
-    saver.save(5, held_by(0, (2, 1, 0), state(1)), {})
-    with pytest.raises(ValueError, match="one process must hold all of it"):
-        saver.wait()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_element_is_written_once_and_ranks_write_equal_shares(saved: Path) -> None:
