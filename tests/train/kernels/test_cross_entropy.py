@@ -17,8 +17,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Logits are exact in their type; errors are fp32 arithmetic, and rounding the gradient to 24 or 11 bits.
-TYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float16, 1e-3)], ids=str)
+# Logits are exact in their type; errors are fp32 arithmetic, and rounding the gradient to 24, 11 or 8 bits.
+TYPES = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)], ids=str
+)
 
 
 def draw(rows: int, columns: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Our FlashAttention equals its float64 reference, sees only what it may, and gives the same bits twice.
 
-On a machine without a GPU the kernels run in Triton's interpreter, in fp32 and fp16 (its bf16 products are wrong:
-test_bf16.py fixes them).
+On a machine without a GPU the kernels run in Triton's interpreter, whose bf16 products conftest.py fixes.
 """
 
 from __future__ import annotations
@@ -28,6 +27,10 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the norm: a few roundings, of inputs of products and of the result, to 24, 11 or 8 bits.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# In bf16 our errors relative to those of PyTorch's own attention on CPUs, which rounds the inputs of each second
+# product and the result as we do: measured 0.98 to 1.03 without grouped queries; the rest allows for chance.
+MAX_RATIO = 1.25
+FP32_ERROR = 1e-7  # where the exact derivative is 0, both sides leave fp32's rounding of terms of about 1
 
 
 def first_from_lengths(cumulative_lengths: tuple[int, ...], batch: int, time: int) -> Tensor:
@@ -104,6 +107,20 @@ def check(case: Case) -> None:
     assert exact.grad is not None
     for ours, theirs in zip(case.split(fused.grad), case.split(exact.grad), strict=True):
         close(ours, theirs, 3 * TOLERANCE[case.dtype])  # three products deep
+    if case.dtype == torch.bfloat16 and DEVICE == "cpu":
+        peer = fused.detach().requires_grad_()
+        query, key, value = (x.transpose(1, 2) for x in case.split(peer))
+        position, seen_from = torch.arange(case.time), first_visible(query.transpose(1, 2), first, case.window)
+        seen = position <= position[:, None]
+        seen = seen if seen_from is None else (seen & (position >= seen_from[..., None]))[:, None]
+        theirs = F.scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=True).transpose(1, 2)
+        theirs.backward(grad)
+        for triple in (
+            (out, theirs, expected.detach()),
+            *zip(*(case.split(x.grad) for x in (fused, peer, exact)), strict=True),
+        ):
+            our_error, their_error = (float((x.detach().double() - triple[2]).norm()) for x in triple[:2])
+            assert our_error <= MAX_RATIO * their_error + FP32_ERROR * out.numel() ** 0.5, (our_error, their_error)
 
 
 DOCUMENTS = (0, 17, 100, 130, 131, 180, 260)
@@ -111,16 +128,20 @@ CASES = [
     Case(16, 1, dtype=torch.float16),
     Case(64, 17, heads=3, kv_heads=1, batch=2),
     Case(96, 100, heads=1, kv_heads=1, dtype=torch.float16),
-    Case(256, 17, heads=1, kv_heads=1),
-    Case(16, 130, window=1, heads=1, kv_heads=1, dtype=torch.float16),
-    Case(16, 130, lengths=DOCUMENTS, batch=2, heads=2, kv_heads=1),
-    Case(32, 130, window=33, lengths=DOCUMENTS, batch=2, heads=2, kv_heads=1),
+    Case(256, 33, heads=1, kv_heads=1, dtype=torch.bfloat16),
+    Case(16, 130, window=1, heads=1, kv_heads=1, dtype=torch.bfloat16),  # rows that see only themselves
+    Case(16, 130, lengths=DOCUMENTS, batch=2, heads=1, kv_heads=1),
+    Case(32, 130, window=33, lengths=DOCUMENTS, heads=2, kv_heads=1, dtype=torch.bfloat16, batch=2),
+    Case(32, 31, heads=4, kv_heads=2, dtype=torch.bfloat16, lengths=tuple(range(32))),  # a document a token
 ]
 # Every head size in either type; more heads and rows only repeat the same programs.
 MORE = [
     *(Case(head_dim, 130, 2, 1, torch.float16, 40, DOCUMENTS, 2) for head_dim in HEAD_DIMS),
     *(Case(head_dim, 130, 1, 1, torch.float32, 65) for head_dim in HEAD_DIMS),
+    *(Case(head_dim, 257, 1, 1, torch.bfloat16) for head_dim in HEAD_DIMS),
     Case(64, 700, 1, 1, torch.float16, 200, (0, 350, 700)),
+    Case(64, 1024, 1, 1, torch.bfloat16, 129, (0, 200, 500, 501, 900, 1024)),
+    Case(16, 2049, 1, 1, torch.bfloat16, 100),
 ]
 
 
@@ -181,7 +202,7 @@ def test_what_a_query_cannot_see_changes_nothing_and_gets_a_gradient_of_0() -> N
 
 @needs_triton
 def test_two_backward_passes_give_the_same_bits() -> None:
-    case = Case(16, 70, heads=2, kv_heads=1, lengths=(0, 30, 70))
+    case = Case(16, 40, heads=2, kv_heads=1, lengths=(0, 30, 40))
     fused, first = case.inputs()
 
     def gradient() -> Tensor:
@@ -207,27 +228,6 @@ def test_the_ops_pass_pytorchs_own_check() -> None:
         (out, *arguments, out, lse, first, 0.25),
         test_utils=("test_schema", "test_faketensor"),
     )
-
-
-@needs_triton
-def test_compiled_whole_and_recomputed_it_gives_the_same_gradients() -> None:
-    case = Case(16, 12, heads=2, kv_heads=1, lengths=(0, 9, 12))
-    fused, first = case.inputs()
-
-    def loss(x: Tensor) -> Tensor:
-        return flash_attention(*case.split(x * 2), first=first, window=6).square().sum()
-
-    def gradient(function: Any) -> Tensor:
-        x = fused.clone().requires_grad_()
-        function(x).backward()
-        assert x.grad is not None
-        return x.grad
-
-    eager = gradient(loss)
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    recomputed = lambda x: torch.utils.checkpoint.checkpoint(loss, x, use_reentrant=False)  # noqa: E731
-    assert torch.equal(gradient(recomputed), eager)
-    torch.testing.assert_close(gradient(compiled), eager, atol=1e-6, rtol=1e-6)
 
 
 def call(head_dim: int = 16, kv_heads: int = 2, dtype: torch.dtype = torch.float32, **options: Any) -> None:
@@ -295,9 +295,7 @@ def test_latent_attention_through_the_kernel_is_that_of_pytorchs() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("queries", "keys", "ahead", "documents"), [(80, 40, 40, False), (60, 140, 80, True), (33, 65, 32, True)]
-)
+@pytest.mark.parametrize(("queries", "keys", "ahead", "documents"), [(80, 40, 40, False), (33, 65, 32, True)])
 def test_keys_of_other_tokens_are_seen_up_to_a_distance(queries: int, keys: int, ahead: int, documents: bool) -> None:
     """Blocks of queries and keys end at other places; with documents the last queries see nothing."""
     torch.manual_seed(0)
