@@ -16,6 +16,7 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.storages: dict[int, Any] = {}
+        self.sizes: dict[int, int] = {}  # the largest that each has been: a sum of them is never below `now`
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -29,8 +30,10 @@ class Live(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.storages:
-            self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
-            self.peak = max(self.peak, self.now)
+            self.storages[key] = weakref.ref(storage, lambda _: (self.storages.pop(key), self.sizes.pop(key)))
+            self.sizes[key] = storage.nbytes()
+            if sum(self.sizes.values()) > self.peak:
+                self.peak = max(self.peak, self.now)
 
     @property
     def now(self) -> int:

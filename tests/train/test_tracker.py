@@ -16,6 +16,7 @@ import pytest
 from isoflop.train import tracker
 from isoflop.train.config import ModelConfig, RunConfig, TrackerConfig, run_id
 from isoflop.train.files import JsonLines
+from isoflop.train.logs.sources import find_sources, read_runs
 from isoflop.train.tracker import Tracker
 
 
@@ -69,7 +70,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> tuple[FakeRun, l
 
 
 @pytest.mark.usefixtures("logged_out")
-def test_runs_of_one_process_each_keep_their_own_lines(tmp_path: Path) -> None:
+def test_runs_of_one_process_each_keep_their_own_lines_and_others_are_read(tmp_path: Path) -> None:
+    """Read a file of wandb's own offline mode, with more than a block of records, which may be torn."""
     import wandb
 
     messages: list[str] = []
@@ -80,13 +82,30 @@ def test_runs_of_one_process_each_keep_their_own_lines(tmp_path: Path) -> None:
             view.log({"step": step, f"only_of_{number}": float(step)})
     for view in views:
         view.finish({"val_loss": 1.5})
-    wandb.teardown()
+    options: dict[str, Any] = {"mode": "offline", "dir": tmp_path / "other", "settings": {"silent": True}}
+    facts = {"model": {"n_params": 1000, "note": "x" * 70_000}, "seq_len": 8}
+    other = wandb.init(project="p", name="wide", config=facts, **options)
+    for step in range(10, 101, 10):
+        other.log({"global_step": step, "train": {"loss": 30 / step}, "val/loss": 2.0, "consumed_samples": step})
+    other.finish()
+    wandb.teardown()  # its service writes the files, on a busy machine after `finish`
     assert messages == []
     for number, config in enumerate(configs):  # without a login they are offline
         [file] = (tmp_path / run_id(config) / "wandb").glob("offline-run-*/*.wandb")
         assert file.name == f"run-{run_id(config)}.wandb"
         assert f"only_of_{number}".encode() in file.read_bytes()
         assert f"only_of_{1 - number}".encode() not in file.read_bytes()
+    [source] = find_sources(tmp_path / "other")
+    [run] = read_runs(source)
+    assert (run.kind, run.name, run.facts["N_total"]) == ("wandb", "wide", 1000)
+    assert run.columns["tokens"] == "consumed_samples * 8"
+    assert run.metrics["step"].tolist() == list(range(10, 101, 10))
+    assert run.metrics["train_loss"].tolist() == pytest.approx([30 / step for step in run.metrics["step"]])
+    [file] = (tmp_path / "other").rglob("*.wandb")
+    file.write_bytes(file.read_bytes().rpartition(b"consumed_samples")[0])
+    [torn] = read_runs(source)
+    assert len(torn.metrics) > 5
+    assert torn.remarks == [f"{file} has 1 damaged record, left out"]
 
 
 @pytest.mark.usefixtures("logged_out")

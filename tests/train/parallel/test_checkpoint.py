@@ -158,17 +158,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_one_mesh_saved_others_load_bit_for_bit(saved: Path) -> None:
-    """Load each of them on two other meshes, and its weights for evaluation."""
+    """Load each of them on another mesh, and its weights for evaluation."""
     expected = state(1)
     for number, shares in enumerate(ALL):
         path = checkpoint.find(folder(saved, shares))
         assert (path / "shards").is_dir() == (shares[0] * shares[1] > 1)
-        for other in (ALL[number - 1], ALL[number - 4]):
-            for rank in range(other[0] * other[1]):
-                held = blank(held_by(rank, other, expected))
-                trainer = checkpoint.restore_state(path, held, CONFIG)
-                assert trainer == {"step": 5, "seconds": 1.5, "updates": 4}
-                assert_same(held, held_by(rank, other, expected))
+        other = ALL[number - 4]
+        for rank in range(other[0] * other[1]):
+            held = blank(held_by(rank, other, expected))
+            trainer = checkpoint.restore_state(path, held, CONFIG)
+            assert trainer == {"step": 5, "seconds": 1.5, "updates": 4}
+            assert_same(held, held_by(rank, other, expected))
         loaded = checkpoint.load_for_evaluation(folder(saved, shares))
         assert (loaded.step, loaded.tokenizer.vocab_size) == (5, 256)
         for name, parameter in loaded.model.named_parameters():

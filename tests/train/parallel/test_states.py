@@ -61,16 +61,18 @@ def in_two_parts(config: RunConfig, folder: Path) -> Outcome:
     return losses[:2] + rest[0], norms + rest[1], rest[2]
 
 
-@pytest.mark.parametrize("parallel", [{"dp": 2, "zero": 0}, {"dp": 2, "zero": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_declared_states_are_kept_by_ranks_and_checkpoints(
-    parallel: dict[str, int], config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(OPTIMIZERS, "rows", BY_ROWS)
     monkeypatch.setattr(whole, "SMALL", 0)  # ranks share the matrices out
     config.optimizer = replace(config.optimizer, kind="rows", learning_rate=1e-2)
     alone = take_steps(config, Mesh(), 4)
-    config.parallel = replace(config.parallel, **parallel, micro_batch_size=2)
-    assert_same(run_ranks(2, in_two_parts, config, tmp_path), alone, 1e-4, parallel)
+    meshes: list[dict[str, int]] = [{"dp": 2, "zero": 2}, {"tp": 2}, {"pp": 2}]
+    configs = [replace(config, parallel=replace(config.parallel, **mesh, micro_batch_size=2)) for mesh in meshes]
+    by_rank = run_ranks(2, lambda: [in_two_parts(c, tmp_path / str(i)) for i, c in enumerate(configs)])
+    for mesh, *answers in zip(meshes, *by_rank, strict=True):
+        assert_same(answers, alone, 1e-4, mesh)
 
 
 def test_the_estimate_counts_declared_states(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,6 @@ EIGHT_CASES = 6  # of those of eight ranks, the others are exhaustive
 OTHERS = [
     Case("tied", 1, 1, 1, 1, None, 3, None, None, True, 2, "none"),  # one rank runs the code of many
     Case("muon", 2, 1, 1, 2, None, 2, "gpipe", 1, None, 2, "none"),
-    Case("muon", 4, 1, 1, 1, None, None, "1f1b", 1, None, 4, "none"),
     Case("tied", 4, 1, 1, 1, None, None, "1f1b", 1, None, 2, "none"),  # two stages have no table
 ]
 
