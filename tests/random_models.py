@@ -15,19 +15,13 @@ from torch import Tensor
 def random_architecture(generator: random.Random, **others: object) -> ModelConfig:
     heads = generator.choice([1, 2, 4, 6])
     return ModelConfig(
-        width=heads * generator.choice([2, 4, 8]),
-        depth=generator.randrange(1, 4),
-        heads=heads,
+        width=heads * generator.choice([2, 4, 8]), depth=generator.randrange(1, 4), heads=heads,
         kv_heads=generator.choice([d for d in range(1, heads + 1) if heads % d == 0]),
-        hidden=generator.choice([None, 5, 24]),
-        vocab_size=generator.randrange(3, 90),
-        vocab_multiple=generator.choice([1, 16, 64]),
-        qk_norm=generator.random() < 0.5,
-        tied_embeddings=generator.random() < 0.5,
-        head_size=generator.choice([None, 6, 10]),
-        qkv_bias=generator.random() < 0.5,
-        **others,  # type: ignore[arg-type]
-    )
+        hidden=generator.choice([None, 5, 24]), vocab_size=generator.randrange(3, 90),
+        vocab_multiple=generator.choice([1, 16, 64]), qk_norm=generator.random() < 0.5,
+        tied_embeddings=generator.random() < 0.5, head_size=generator.choice([None, 6, 10]),
+        qkv_bias=generator.random() < 0.5, **others,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def random_model(

@@ -32,15 +32,6 @@ def test_the_first_word_of_a_failure_stays_and_leaves_no_other_file(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("content", "cause"), [('{"reason": "of old"}', "unknown"), ('{"cause": "flood"}', "unknown"), ("{", None)]
-)
-def test_a_failure_without_a_known_cause_is_unknown(content: str, cause: str | None, tmp_path: Path) -> None:
-    (tmp_path / "failure.json").write_text(content)
-    failure = read_failure(tmp_path)
-    assert (None if failure is None else failure.cause) == cause
-
-
-@pytest.mark.parametrize(
     ("error", "cause", "step"),
     [(ValueError("the disk ate it"), "error", 3), (RuntimeError("can't allocate memory: 12"), "error", 2)],
 )

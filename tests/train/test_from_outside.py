@@ -154,7 +154,14 @@ def test_a_checked_file_of_any_form_is_one_sentence(content: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     "content",
-    ['{"cause": "hung", "rank": "first"}', '{"hosts": 5}', '{"reason": []}', '{"step": {}}', '{"cause": ["hung"]}'],
+    [
+        '{"cause": "hung", "rank": "first"}',
+        '{"hosts": 5}',
+        '{"reason": []}',
+        '{"step": {}}',
+        '{"cause": ["hung"]}',
+        '{"cause": "flood"}',
+    ],
 )
 def test_a_failure_of_another_form_is_still_a_failure(content: str, tmp_path: Path) -> None:
     (tmp_path / "failure.json").write_text(content)
@@ -162,6 +169,8 @@ def test_a_failure_of_another_form_is_still_a_failure(content: str, tmp_path: Pa
     assert failure is not None
     assert failure.cause == "unknown"
     assert failure.reason == "no reason" or failure.reason.startswith("its failure.json has invalid content (Expected")
+    (tmp_path / "failure.json").write_text("{")
+    assert read_failure(tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -92,26 +92,6 @@ def test_an_overflow_in_fp16_is_skipped_and_halves_the_scale(monkeypatch: pytest
     assert float(run.step(30).loss) < 3.5  # ln 50 is 3.9
 
 
-def test_a_resumed_run_goes_on_with_the_same_scale_and_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "GROWTH_STEPS", 5)
-    whole, resumed = Run("fp16"), Run("fp16")
-    for i in range(7):
-        whole.step(i)
-    state, updates = whole.scaler.state(), float(whole.zero.updates)
-    assert {type(value) for value in state.values()} <= {int, float}
-    resumed.scaler.load_state(state)
-    resumed.zero.updates.fill_(updates)
-    for mine, theirs in zip(resumed.zero.held(), whole.zero.held(), strict=True):
-        mine.values.copy_(theirs.values)
-    resumed.zero.publish()
-    for i in range(7, 20):
-        expected, result = whole.step(i), resumed.step(i)
-        assert torch.equal(expected.loss, result.loss)
-        assert whole.scaler.state() == resumed.scaler.state()
-    assert whole.scaler.state()["scale"] > state["scale"]
-    assert all(torch.equal(a, b) for a, b in zip(whole.weights(), resumed.weights(), strict=True))
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_scale_follows_pytorchs_own_rule_within_its_bounds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "GROWTH_STEPS", 6)

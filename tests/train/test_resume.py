@@ -47,7 +47,7 @@ def config_of(undisturbed: Path) -> RunConfig:
     return from_dict(RunConfig, json.loads((undisturbed / "config.json").read_text()))
 
 
-@pytest.mark.parametrize(("seed", "undisturbed"), [(0, "fp32"), (1, "bf16")], indirect=["undisturbed"])
+@pytest.mark.parametrize(("seed", "undisturbed"), [(0, "fp16"), (1, "bf16")], indirect=["undisturbed"])
 def test_a_run_stopped_at_random_steps_is_the_undisturbed_one(seed: int, undisturbed: Path, tmp_path: Path) -> None:
     generator = random.Random(seed)
     config = config_of(undisturbed)

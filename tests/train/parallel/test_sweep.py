@@ -149,21 +149,6 @@ def test_a_lone_process_is_no_run_of_four_ranks(tmp_path: Path, monkeypatch: pyt
     assert "parallel.tp 2 * parallel.dp 2 is 4 and the job has 1 rank;" in (ending.reason or "")
 
 
-@pytest.mark.slow
-def test_two_ranks_train_the_run_of_one_in_batches_of_two(tmp_path: Path) -> None:
-    runs = []
-    for mesh in ([], ["parallel.dp=2"]):
-        sweep = f"ranks{len(mesh)}"
-        grid = [*SMOKE, "grid.sizes=[4.5e4]", "grid.tokens=[16384]", "tuning.batch_tokens.k=64", "tuning.min_batch=2"]
-        assert sweep_main([*grid, *mesh, f"output_root={tmp_path}", f"sweep={sweep}"]) == 0
-        runs.append(only_run(tmp_path / sweep))
-    alone, shared = runs
-    assert alone.run_id == shared.run_id
-    assert shared.config().optimizer.batch_size == 2
-    losses = [(run.summary() or {})["val_loss"] for run in runs]
-    assert losses[0] == pytest.approx(losses[1], rel=3e-4)
-
-
 def test_ranks_change_neither_budgets_nor_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Spreading a run over ranks must not make it another run."""
     planned = []

@@ -14,7 +14,7 @@ from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import empty_model
 from isoflop.train.parallel import tensor as tensor_module
-from isoflop.train.parallel.layout import Placement, whole_placement
+from isoflop.train.parallel.layout import Placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.parallelize import parallelize
 from isoflop.train.parallel.tensor import ColumnLinear
@@ -284,14 +284,6 @@ def test_logits_never_exist_whole_and_in_fp32_only_some_rows_at_a_time(monkeypat
         assert wide <= 4096 * config.width // 2  # the embedding's gradient
         # A block has 2 and 4, the embedding 1 backward, the head 1 and 1, the loss 1.
         assert (gathered, reduced) == (6 + 1 + 2 + 1, 0)
-
-
-def test_one_rank_leaves_the_model_as_it_is() -> None:
-    gpt = whole_model(architecture())
-    modules = list(gpt.modules())
-    placements = parallelize(gpt, Mesh(), True)
-    assert list(gpt.modules()) == modules
-    assert placements == {name: whole_placement(tuple(p.shape)) for name, p in gpt.named_parameters()}
 
 
 def test_the_parts_of_all_ranks_are_the_whole() -> None:
