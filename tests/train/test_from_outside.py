@@ -166,7 +166,6 @@ def test_a_checked_file_of_any_form_is_one_sentence(content: str, tmp_path: Path
 def test_a_failure_of_another_form_is_still_a_failure(content: str, tmp_path: Path) -> None:
     (tmp_path / "failure.json").write_text(content)
     failure = read_failure(tmp_path)
-    assert failure is not None
     assert failure.cause == "unknown"
     assert failure.reason == "no reason" or failure.reason.startswith("its failure.json has invalid content (Expected")
     (tmp_path / "failure.json").write_text("{")

@@ -187,7 +187,6 @@ def test_gradients_of_tied_tables_add_up() -> None:
     logits = tied(rows[:, :-1]).flatten(0, 1)[:, :40]
     (F.cross_entropy(logits, rows[:, 1:].flatten()) + 1e-2 * logits.logsumexp(1).square().mean()).backward()
     for name, parameter in tied.named_parameters():
-        assert parameter.grad is not None
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-10, atol=1e-14)
 
 

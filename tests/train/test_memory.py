@@ -94,7 +94,6 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GP
 
 def rows_of(config: RunConfig, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
     micro, length = config.parallel.micro_batch_size, config.data.sequence_length
-    assert micro is not None
     rows = torch.zeros(micro, length + 1, dtype=torch.long, device=device)
     return rows[:, :-1], rows[:, 1:]
 

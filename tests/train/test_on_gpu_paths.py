@@ -132,7 +132,6 @@ def test_every_generation_has_its_blocks(capability: tuple[int, int], monkeypatc
                 first = torch.zeros(1, 70, dtype=torch.int32, device=META).expand(2, 70)
                 out = flash_attention(*fused.split((4, 1, 1), dim=2), first=first)
                 out.transpose(1, 2).contiguous().transpose(1, 2).backward(torch.empty_like(out))
-                assert fused.grad is not None
                 assert fused.grad.dtype == dtype
     programs = {name: count for name, count, _ in gpu.launched}
     assert {*programs} == {"forward_kernel", "delta_kernel", "key_kernel", "query_kernel"}
@@ -269,24 +268,10 @@ def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 ROOT = Path(__file__).resolve().parents[2]
-OF_A_GPU = re.compile(
-    r"torch\.cuda|is_cuda|is_cpu|device\.type|\bon_gpu\(|\bCUDA\.|(?<![\w.])(?:read|release_memory)\("
-)
-
-
-def lines_of_a_gpu() -> dict[str, list[str]]:
-    lines_by_file = {}
-    for path in sorted([*(ROOT / "train").rglob("*.py"), *(ROOT / "evaluate").rglob("*.py")]):
-        lines = [line.strip() for line in path.read_text().splitlines() if OF_A_GPU.search(line)]
-        if lines:
-            lines_by_file[path.relative_to(ROOT).as_posix()] = lines
-    return lines_by_file
 
 
 def test_what_device_it_is_is_asked_in_one_way_and_cuda_in_one_place() -> None:
-    for name, lines in lines_of_a_gpu().items():
-        if name != "train/hardware.py":
-            queries = [
-                line for line in lines if re.search(r"is_cuda|is_cpu|device\.type [!=]=|torch\.cuda\.\w+\(", line)
-            ]
-            assert not [line for line in queries if '"meta"' not in line], name
+    asked = re.compile(r"is_cuda|is_cpu|device\.type [!=]=|torch\.cuda\.\w+\(")
+    for path in [*(ROOT / "train").rglob("*.py"), *(ROOT / "evaluate").rglob("*.py")]:
+        lines = [] if path == ROOT / "train/hardware.py" else path.read_text().splitlines()
+        assert not [line for line in lines if asked.search(line) and '"meta"' not in line], path

@@ -63,7 +63,6 @@ def test_initial_sizes_are_those_of_the_table() -> None:
     mixed = build_model(replace(model, depth=1, experts=32), OptimizerConfig(base_width=64), 8, 0).mixtures[0]
     assert mixed.router.weight.std().item() == pytest.approx(8 / 256, rel=0.04)  # of 8,192
     assert mixed.experts.gate_up.weight.std().item() == pytest.approx(1 / 16, rel=0.014)
-    assert mixed.router.balance is not None
     assert mixed.router.balance.abs().max() == 0
     model.tied_embeddings = True
     tied = build_model(model, OptimizerConfig(base_width=64), 8, 0)

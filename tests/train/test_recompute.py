@@ -54,7 +54,6 @@ def random_model(config: ModelConfig, mode: str, dtype: torch.dtype = torch.floa
 
 
 def windows(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    assert config.vocab_size is not None
     rows = torch.randint(config.vocab_size, (BATCH, TIME + 1), generator=torch.Generator().manual_seed(1))
     return rows[:, :-1], rows[:, 1:]
 

@@ -103,8 +103,6 @@ def check(case: Case) -> None:
     grad = torch.randn_like(out.transpose(1, 2)).transpose(1, 2)  # strided, as an attention block's is
     out.backward(grad)
     expected.backward(grad.double())
-    assert fused.grad is not None
-    assert exact.grad is not None
     for ours, theirs in zip(case.split(fused.grad), case.split(exact.grad), strict=True):
         close(ours, theirs, 3 * TOLERANCE[case.dtype])  # three products deep
     if case.dtype == torch.bfloat16 and DEVICE == "cpu":
@@ -163,8 +161,6 @@ def test_the_log_sum_exp_and_an_expanded_gradient_are_the_references() -> None:
     assert not lse.requires_grad
     out.sum().backward()  # a gradient that is one number
     expected.sum().backward()
-    assert fused.grad is not None
-    assert exact.grad is not None
     close(fused.grad, exact.grad, 3e-6)
 
 
@@ -195,7 +191,6 @@ def test_what_a_query_cannot_see_changes_nothing_and_gets_a_gradient_of_0() -> N
     assert differs.nonzero().flatten().tolist() == list(range(30, 80))
     fused.requires_grad_()
     flash_attention(*case.split(fused), first=first, window=50)[:, 70].sum().backward()
-    assert fused.grad is not None
     reached = [x[0].abs().sum((1, 2)).nonzero().flatten().tolist() for x in case.split(fused.grad)]
     assert reached == [[70], list(range(21, 71)), list(range(21, 71))]
 
@@ -208,7 +203,6 @@ def test_two_backward_passes_give_the_same_bits() -> None:
     def gradient() -> Tensor:
         x = fused.clone().requires_grad_()
         flash_attention(*case.split(x), first=first).square().sum().backward()
-        assert x.grad is not None
         return x.grad
 
     assert torch.equal(gradient(), gradient())

@@ -232,7 +232,6 @@ def test_a_checkpoint_that_does_not_cover_the_model_is_refused(saved: Path, tmp_
 
 def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(tmp_path: Path) -> None:
     temporary = checkpoint.start(tmp_path / "checkpoints", 5)
-    assert temporary is not None
     (temporary / "trainer.json").write_text("{}")
     other = {"shards/__8_0.distcp": {"bytes": 1, "sha256": "0"}}  # a file on another node's own disk
     with pytest.raises(UserError, match=r"checkpoints is not the same folder on every node: .* shards/__8_0\.distcp"):

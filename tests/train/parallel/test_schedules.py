@@ -107,7 +107,6 @@ def ends(lists: list[list[Action]]) -> bool:
     got: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
     for rank, actions in enumerate(lists):
         for earlier, action in pairwise([None, *actions]):
-            assert action is not None
             node, back, virtual = (rank, action), action.kind == "backward", action.chunk * stages + rank
             before[node] = set() if earlier is None else {(rank, earlier)}
             if back:
