@@ -13,13 +13,7 @@ from isoflop import fit
 from isoflop.evaluate.checkpoint import Evaluator
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.checkpoint.heldout import score_windows
-from isoflop.train.config import (
-    AverageConfig,
-    CheckpointConfig,
-    DataConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from isoflop.train.config import AverageConfig, CheckpointConfig, DataConfig, RunConfig, ScheduleConfig
 from isoflop.train.errors import Stopped, UserError
 from isoflop.train.files import read_json_lines
 from isoflop.train.loop import train

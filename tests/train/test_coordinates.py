@@ -114,10 +114,3 @@ def test_activations_and_their_changes_are_flat_over_width_and_depth(axis: str, 
             # A tied table starts the stream at 1/8, and early branches outweigh it; after the norms it is flat.
             limit = 0.3
         assert abs(slope) <= limit, (name, quantity)
-
-
-@pytest.mark.slow
-def test_without_depth_transfer_deep_models_move_further() -> None:
-    width_alone = OptimizerConfig(learning_rate=3e-3, base_width=64)
-    measured = slopes(measure("depth", width_alone, False, steps=5, seeds=2))
-    assert measured["end of the stream", "change"] > 0.3

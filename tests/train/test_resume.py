@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from isoflop.train import loop
-from isoflop.train.checkpoint import storage
 from isoflop.train.config import CheckpointConfig, DataConfig, RunConfig, from_dict, to_dict
 from isoflop.train.files import read_json_lines
 from isoflop.train.loop import Stopped, train
@@ -107,30 +106,6 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_back_one(undisturbed: Pat
     assert messages[1].startswith("resumed from step_12")
     assert [path.name for path in good.parent.iterdir()] == ["step_17"]
     train(config, tmp_path, report=messages.append)
-    assert_same_run(tmp_path, undisturbed)
-
-
-def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_later(
-    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(undisturbed)
-    real, saves = storage.save_file, 0
-
-    def full_after_two(tensors: Any, path: Path) -> None:
-        nonlocal saves
-        saves += 1
-        if saves > 4:  # two tensor files a checkpoint
-            path.write_bytes(b"half")
-            raise OSError(28, "No space left on device", str(path))
-        real(tensors, path)
-
-    monkeypatch.setattr(storage, "save_file", full_after_two)
-    with pytest.raises(OSError, match="No space left"):
-        train(config, tmp_path, report=lambda line: None)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_4", "step_8"]
-    assert not (tmp_path / "summary.json").exists()
-    monkeypatch.undo()
-    train(config, tmp_path, report=lambda line: None)
     assert_same_run(tmp_path, undisturbed)
 
 

@@ -6,8 +6,6 @@ import errno
 import math
 import os
 import pickle
-import random
-import resource
 import shutil
 import signal
 import warnings
@@ -27,9 +25,10 @@ from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.parametrization import build_model
-from isoflop.train.parallel.layout import Held, Piece, Placement, boxes, split_placement, whole_placement
+from isoflop.train.parallel.layout import Held, Piece, Placement, split_placement, whole_placement
 from isoflop.train.parallel.mesh import build_mesh
 from meshes import CPU
+from small_disk import disk_of
 from torch import Tensor
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -254,41 +253,6 @@ def test_every_element_is_written_once_and_ranks_write_equal_shares(saved: Path)
         assert max(loads) - min(loads) <= max(part.values.numel() for part in whole_state)
 
 
-def test_the_boxes_of_a_range_are_its_elements() -> None:
-    # Compare with a dense mask: number the elements of the whole, take the rank's part, cut the range, look them up.
-    for seed in range(60):
-        check_boxes(random.Random(seed))
-
-
-def check_boxes(generator: random.Random) -> None:
-    at = random_placement(generator)
-    numbers = torch.arange(math.prod(at.shape)).view(at.shape)
-    flat = at.take(numbers).flatten()
-    start = generator.randint(0, len(flat))
-    stop = generator.randint(start, len(flat))
-    range_boxes = list(boxes(at, start, stop))
-    inside = [numbers[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))] for box in range_boxes]
-    assert torch.equal(torch.cat([numbers.new_empty(0), *[box.flatten() for box in inside]]), flat[start:stop])
-    assert [box.start for box in range_boxes] == [
-        start + sum(box.numel() for box in inside[:i]) for i in range(len(range_boxes))
-    ]
-    assert all(box.numel() > 0 for box in inside)
-    assert len(range_boxes) <= 3 * len(at.pieces)
-
-
-def random_placement(generator: random.Random) -> Placement:
-    if generator.random() < 0.3:
-        length = generator.randint(1, 20)
-        first = generator.randint(0, length - 1)
-        return Placement((length,), (Piece((first,), (generator.randint(1, length - first),)),))
-    rows, columns = generator.randint(1, 12), generator.randint(1, 9)
-    left = generator.randint(0, columns - 1)
-    width = generator.randint(1, columns - left)  # the pieces of one parameter are equally wide
-    cuts = sorted(generator.sample(range(rows + 1), min(rows + 1, 2 * generator.randint(1, 3)) // 2 * 2))
-    pairs = list(zip(cuts[::2], cuts[1::2], strict=True))
-    return Placement((rows, columns), tuple(Piece((top, left), (end - top, width)) for top, end in pairs))
-
-
 def test_torch_itself_reads_what_the_ranks_wrote(saved: Path) -> None:
     for shares in ((2, 1, 0), (1, 2, 1), (2, 2, 2)):
         loaded = {storage.Part(*key, (), (), tensor).key: torch.empty_like(tensor) for key, tensor in state(1).items()}
@@ -370,16 +334,6 @@ def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(victim: int, mom
     assert checkpoint.find(tmp_path).name == "step_5"
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Keep this process from writing a shard: the system refuses files of more than 2000 bytes."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(victim: int, tmp_path: Path) -> None:
     def on_rank() -> tuple[int | None, str]:
@@ -393,7 +347,7 @@ def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(victim
             saver.save(5, held, {})
             saver.save(6, held, {})  # raises the error of the save before
 
-        with full_disk() if mesh.rank == victim else nullcontext():
+        with disk_of(2000) if mesh.rank == victim else nullcontext():
             with pytest.raises(OSError) as raised:  # noqa: PT011, the number is checked below
                 save_twice()
             dist.barrier()

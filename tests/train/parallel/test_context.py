@@ -13,7 +13,7 @@ from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.attention import document_starts, first_visible
 from isoflop.train.model.backends import load_backend
 from isoflop.train.parallel.context import Ring, own_part
-from isoflop.train.planner.validation import check_shapes, check_world
+from isoflop.train.planner.validation import check_shapes
 from torch import Tensor
 
 END = 3  # the token that ends a document
@@ -119,11 +119,3 @@ def test_lengths_that_do_not_divide_are_refused(length: int, cp: int, tp: int, p
         check_shapes(config)
     config.parallel.cp, config.parallel.tp = 1, 1
     check_shapes(config)
-
-
-def test_a_job_of_other_ranks_is_told_which_would_do() -> None:
-    config = RunConfig(model=ModelConfig(width=64, heads=4, vocab_size=256))
-    config.parallel.cp = 2
-    for ranks, shape in ((8, r"tp 1 \* dp 4 \* cp 2 or tp 2"), (1, r"tp 1 \* dp 1$")):
-        with pytest.raises(UserError, match=shape):
-            check_world(config, ranks, ranks)

@@ -204,8 +204,7 @@ def test_the_rank_is_what_the_launcher_says(environment: dict[str, str], expecte
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"SLURM_PROCID": "x"}, {"SLURM_PROCID": "7"}, {"SLURM_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "9"}],
+    "wrong", [{"SLURM_PROCID": "x"}, {"SLURM_PROCID": "7"}, {"SLURM_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "9"}]
 )
 def test_a_launcher_that_makes_no_sense_is_an_error_and_not_one_process(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError, match="variables give no valid rank"):

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from isoflop.train.files import HALVED, write_json
 from isoflop.train.job.environment import Ranks
 from isoflop.train.job.failure import Cause, Failure, RankError
 from isoflop.train.loop import train
-from small_runs import own_signals
+from small_runs import own_signals, until
 
 ROOT = Path(__file__).resolve().parents[3]
 SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
@@ -67,13 +66,6 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 def only_run(sweep: Path) -> RunDirectory:
     (run,) = SweepDirectory.open(sweep).runs()
     return run
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def under_way(root: Path, steps: int) -> RunDirectory:
