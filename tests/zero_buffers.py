@@ -1,4 +1,4 @@
-"""A ZeRO engine of one process, and the bytes that a rank's engine keeps from step to step."""
+"""A ZeRO engine of one process, its steps, and the bytes that a rank's engine keeps from step to step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import empty_model, initial_weights
 from isoflop.train.parallel.layout import whole_placement
 from isoflop.train.parallel.mesh import Mesh
-from isoflop.train.parallel.zero import Zero
+from isoflop.train.parallel.zero import StepResult, Zero
 
 
 def engine(model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype) -> tuple[GPT, Zero]:
@@ -31,3 +31,19 @@ def bytes_held(zero: Zero) -> dict[str, int]:
         **{name: [state for other, state in states if other == name] for name in dict.fromkeys(dict(states))},
     }
     return {kind: sum(t.numel() * t.element_size() for t in held) for kind, held in tensors.items()}
+
+
+def random_gradients(gpt: GPT, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+        for name, p in gpt.named_parameters()
+    }
+
+
+def take_step(gpt: GPT, zero: Zero, gradients: dict[str, torch.Tensor], factor: float = 1.0) -> StepResult:
+    """Take a step with these gradients, at the peak rates times a factor."""
+    with zero.gradients.micro_batch(last=True):
+        torch.stack([(p * gradients[name]).sum() for name, p in gpt.named_parameters()]).sum().backward()
+    zero.set_rates(factor)
+    return zero.step(torch.zeros(()))

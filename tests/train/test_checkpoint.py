@@ -201,9 +201,6 @@ def test_no_flipped_bit_of_the_manifest_does_more_than_damage(root: Path) -> Non
         assert (newest_name, len(messages)) in (("step_10", 0), ("step_9", 1))
         if newest_name == "step_10":  # the bit was white space, or the name of a file that is not required
             checkpoint.restore_state(root / "step_10", state_of(*trained(tiny(), 0)), tiny())
-    for text in ("{}", "[]", "null", '{"model.safetensors": 3}'):
-        manifest.write_text(text)
-        assert newest(root)[0] == "step_9"
 
 
 def test_all_damaged_is_none_and_each_is_reported(root: Path) -> None:

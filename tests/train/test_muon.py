@@ -7,28 +7,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 from isoflop.train.config import ModelConfig, OptimizerConfig
-from isoflop.train.model.gpt import GPT
 from isoflop.train.model.shape import model_shape
-from isoflop.train.parallel.zero import Zero
-from zero_buffers import engine
+from zero_buffers import engine, random_gradients, take_step
 
 MODEL = ModelConfig(width=16, depth=2, heads=4, kv_heads=2, vocab_size=20, tied_embeddings=False, qk_norm=True)
 MUON = OptimizerConfig(kind="muon", learning_rate=0.01, weight_decay=0.3, gradient_clip=0.0, matrix_multiplier=3.0)
-
-
-def random_gradients(gpt: GPT, step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {
-        name: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-        for name, p in gpt.named_parameters()
-    }
-
-
-def take_step(gpt: GPT, zero: Zero, gradients: dict[str, torch.Tensor], factor: float = 1.0) -> None:
-    with zero.gradients.micro_batch(last=True):
-        torch.stack([(p * gradients[name]).sum() for name, p in gpt.named_parameters()]).sum().backward()
-    zero.set_rates(factor)
-    zero.step(torch.zeros(()))
 
 
 def parts_of(model: ModelConfig) -> dict[str, list[slice]]:

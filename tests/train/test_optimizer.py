@@ -14,7 +14,7 @@ from isoflop.train.errors import UserError
 from isoflop.train.flops import count_parameters
 from isoflop.train.planner.validation import validate
 from isoflop.train.schedule import decay_steps, learning_rate_factor, same_until, trunk_steps, warmup_steps
-from zero_buffers import engine
+from zero_buffers import engine, random_gradients, take_step
 
 # One token a step, so that tokens and steps are the same.
 ONE = {"data": DataConfig(sequence_length=1), "optimizer": OptimizerConfig(batch_size=1)}
@@ -82,18 +82,6 @@ def test_cosine_against_its_closed_form() -> None:
     assert learning_rate_factor(run, 50) == 1
 
 
-def test_the_warmup_is_a_token_per_parameter_up_to_its_share() -> None:
-    """Porian et al. 2024, section 3.2: as many tokens as parameters; here never more than a tenth of the run."""
-    model = ModelConfig(width=64, depth=4, vocab_size=256)
-    N = count_parameters(model).N_total
-    for ratio, expected in ((2, 0.2), (5, 0.5), (10, 1), (20, 1), (1000, 1)):
-        assert warmup_steps(RunConfig(**ONE, model=model, tokens=ratio * N)) == int(expected * N)
-    run = RunConfig(**ONE, model=model, schedule=ScheduleConfig(warmup_per_parameter=0.25), tokens=100 * N)
-    assert warmup_steps(run) == N // 4
-    run.schedule.warmup_tokens = 1234  # overrides the rule
-    assert warmup_steps(run) == 1234
-
-
 def test_two_runs_are_the_same_as_long_as_neither_has_begun_its_decay() -> None:
     model = ModelConfig(width=64, depth=4, vocab_size=256)
 
@@ -143,17 +131,9 @@ def test_steps_equal_a_plain_float64_adamw_with_clipping(tied: bool) -> None:
     first = {name: np.zeros_like(w) for name, w in weights.items()}
     second = {name: np.zeros_like(w) for name, w in weights.items()}
     for step, factor in enumerate([0.5, 1.0, 1.0, 0.3], start=1):
-        generator = torch.Generator().manual_seed(step)
         size = 1e-4 if step == 3 else 1.0
-        gradients = {
-            name: torch.randn(p.shape, generator=generator, dtype=torch.float64) * size
-            for name, p in gpt.named_parameters()
-        }
-        with zero.gradients.micro_batch(last=True):
-            torch.stack([(p * gradients[name]).sum() for name, p in gpt.named_parameters()]).sum().backward()
-        zero.set_rates(factor)
-        norm = zero.step(torch.zeros(())).norm
-
+        gradients = {name: size * gradient for name, gradient in random_gradients(gpt, step).items()}
+        norm = take_step(gpt, zero, gradients, factor).norm
         expected_norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         assert norm.item() == pytest.approx(expected_norm, rel=1e-12)  # float64 sums in another order
         scale = min(1.0, optimizer.gradient_clip / (expected_norm + 1e-6))

@@ -82,6 +82,7 @@ def test_memory_that_is_not_free_and_a_disk_that_is_full_are_named(tmp_path: Pat
         return subprocess.CompletedProcess([], 0, stdout="81559\n3\n")
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(preflight, "TRIAL_BYTES", 1 << 16)
     assert preflight.free_of_gpus() == [81559 * 2**20, 3 * 2**20]
     large = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, width=512, depth=8))
     on_cpu = dataclasses.replace(SMALL, parallel=ParallelConfig(device="cpu"))

@@ -17,6 +17,7 @@ from isoflop.train.parallel import buckets
 from isoflop.train.parallel.mesh import build_mesh
 from isoflop.train.parallel.parallelize import parallelize
 from isoflop.train.parallel.zero import Zero
+from random_models import random_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,18 +38,8 @@ def architecture(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**fields, **changes})
 
 
-def random_weights(config: ModelConfig) -> list[tuple[str, Tensor]]:
-    """Draw random weights: the initial zero head and unit norms would hide mistakes."""
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (name, torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5 + float(p.dim() == 1))
-        for name, p in empty_model(config, OptimizerConfig(), TIME).named_parameters()
-    ]
-
-
-def random_model(config: ModelConfig, mode: str, dtype: torch.dtype = torch.float32) -> GPT:
-    gpt = GPT(config, TIME)
-    gpt.load_state_dict(dict(random_weights(config)), strict=False)
+def model_of(config: ModelConfig, mode: str, dtype: torch.dtype = torch.float32) -> GPT:
+    gpt = random_model(config, TIME)
     gpt.set_recompute(mode)
     return gpt.to(dtype)
 
@@ -76,7 +67,7 @@ def all_equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     ids=str,
 )  # fmt: skip
 def test_gradients_are_the_same_to_the_bit(changes: dict[str, Any], dtype: torch.dtype) -> None:
-    plain, *others = (gradients(random_model(architecture(**changes), mode, dtype)) for mode in MODES)
+    plain, *others = (gradients(model_of(architecture(**changes), mode, dtype)) for mode in MODES)
     assert plain[0].isfinite()
     assert all(slope.abs().sum() > 0 for slope in plain[1:])
     assert all(all_equal(plain, other) for other in others)
@@ -84,11 +75,11 @@ def test_gradients_are_the_same_to_the_bit(changes: dict[str, Any], dtype: torch
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_kept_where_no_backward_pass_follows(mode: str) -> None:
-    gpt = random_model(architecture(), mode)
+    gpt = model_of(architecture(), mode)
     with torch.no_grad(), Storages() as storages:
         logits = gpt(windows(gpt.config)[0])
     assert storages.alive([*gpt.parameters(), *gpt.buffers(), logits]) == []
-    assert torch.equal(logits, random_model(architecture(), "none")(windows(gpt.config)[0]))
+    assert torch.equal(logits, model_of(architecture(), "none")(windows(gpt.config)[0]))
 
 
 class Storages(TorchDispatchMode):
@@ -162,7 +153,7 @@ class Calls(TorchDispatchMode):
 def test_selective_runs_no_product_again_and_full_all_but_the_last() -> None:
     config, products, attention = architecture(), {}, {}
     for mode in MODES:
-        gpt = random_model(config, mode)
+        gpt = model_of(config, mode)
         hidden = gpt.last_hidden(windows(config)[0])
         with Calls() as calls:
             hidden.sum().backward()
@@ -176,7 +167,7 @@ def test_selective_runs_no_product_again_and_full_all_but_the_last() -> None:
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_a_graph_that_is_retained_gives_its_gradient_again(mode: str) -> None:
-    gpt = random_model(architecture(), mode)
+    gpt = model_of(architecture(), mode)
     hidden = gpt.last_hidden(windows(gpt.config)[0])
     first, again = (torch.autograd.grad(hidden.sum(), list(gpt.parameters()), retain_graph=True) for _ in range(2))
     assert all_equal(list(first), list(again))
@@ -224,7 +215,7 @@ def train(mode: str) -> tuple[list[Tensor], Counter[str]]:
     gpt.place_angles(CPU)
     gpt.set_recompute(mode)
     zero = Zero(gpt, optimizer, placements, mesh, stage=3, dtype=torch.float32, device=CPU)
-    zero.load(random_weights(config))
+    zero.load((name, weight.detach()) for name, weight in random_model(config, TIME).named_parameters())
     tokens, targets = (x.chunk(2)[mesh.dp_rank] for x in windows(config))
     losses, sent = [], Counter[str]()
     for step in range(2):

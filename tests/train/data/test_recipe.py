@@ -327,21 +327,15 @@ def test_an_error_in_a_worker_is_the_callers(processes: int) -> None:
         list(workers.map(recipe.parse, [(["exact"],), (["nonsense"],)]))
 
 
+def test_a_pool_whose_jobs_fail_while_its_workers_start_ends() -> None:
+    def jobs() -> Iterator[tuple[int]]:
+        yield (1,)
+        raise ValueError("unreadable")
+
+    with Pool(2) as workers, pytest.raises(ValueError, match="unreadable"):
+        list(workers.map(abs, jobs()))
+
+
 def test_a_worker_that_dies_is_one_sentence() -> None:
     with Pool(2) as workers, pytest.raises(UserError, match="exit code -9"):
         list(workers.map(signal.raise_signal, [(signal.SIGKILL,)]))
-
-
-FAILS_AT_ONCE = """
-from isoflop.train.data.recipe.pool import Pool
-def jobs():
-    yield (1,)
-    raise ValueError("unreadable")
-with Pool(2) as pool:
-    list(pool.map(abs, jobs()))
-"""
-
-
-def test_a_pool_whose_jobs_fail_while_its_workers_start_ends() -> None:
-    process = subprocess.run([sys.executable, "-c", FAILS_AT_ONCE], capture_output=True, text=True, timeout=60)
-    assert process.stderr.splitlines()[-1] == "ValueError: unreadable"

@@ -165,11 +165,6 @@ def test_preparing_reports_how_text_is_held_out(tmp_path: Path, capsys: pytest.C
     assert "the held-out set is one document" in capsys.readouterr().out
 
 
-def test_ordinary_corpora_keep_their_documents() -> None:
-    config = DataConfig(max_bytes=2_000_000)  # what the grids of conf/ take
-    assert split_corpus(config).fingerprint() == open_corpus(config).fingerprint()
-
-
 def test_a_manifest_of_another_form_is_passed_over(tmp_path: Path) -> None:
     config = few(tmp_path / "plays", [play(1, 3000), play(2, 4000)])
     for i, content in enumerate(["[]", "{", '{"corpus": []}', "[" * 100_000, json.dumps({"corpus": {"kind": 1}})]):

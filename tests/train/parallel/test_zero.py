@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from isoflop.train.parallel.zero import StepResult, Zero
 from meshes import CPU
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from zero_buffers import bytes_held
 
 BATCH, LENGTH = 12, 8
@@ -25,9 +27,6 @@ MODEL = ModelConfig(width=20, depth=3, heads=2, vocab_size=20, tied_embeddings=F
 # eps far above the rounding error of gradients: Adam's first steps are the gradient's sign, and would magnify it.
 OPTIMIZER = OptimizerConfig(  # with a base depth, so that tensors have many learning rates, decays and epsilons
     learning_rate=3e-3, base_width=20, base_depth=5, embedding_multiplier=2.0, eps=1e-5, batch_size=BATCH
-)
-NO_CLIP = OptimizerConfig(
-    learning_rate=3e-3, base_width=20, embedding_multiplier=2.0, eps=1e-5, gradient_clip=0.0, batch_size=BATCH
 )
 # Every stage, in alternating precision.
 FEW = list(enumerate((torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)))
@@ -107,7 +106,12 @@ def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray],
 
 def test_in_bf16_all_stages_give_the_same_bits() -> None:
     """Expect every stage to sum in the owner."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "optimizer": NO_CLIP, "micro_batches": 1, "steps": 4}
+    options: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "optimizer": replace(OPTIMIZER, gradient_clip=0.0),
+        "micro_batches": 1,
+        "steps": 4,
+    }
     for first, *others in run_ranks(2, lambda: [train(2, stage, **options) for stage in range(4)]):
         for other in others:
             assert_close(other[1], first[1], 0.0)
@@ -186,7 +190,7 @@ class _Sent(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function)
         if name.startswith("c10d."):
-            largest = max(t.numel() for t in _tensors(args))
+            largest = max(x.numel() for x in tree_leaves(args) if isinstance(x, Tensor))
             if "allgather" in name:
                 self.sent["gather"] += largest
             elif largest <= 2:
@@ -194,12 +198,6 @@ class _Sent(TorchDispatchMode):
             else:
                 self.sent["reduce"] += (2 if "allreduce" in name else 1) * largest
         return function(*args, **(kwargs or {}))
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    return [t for value in values for t in _tensors(value)] if isinstance(values, list | tuple) else []
 
 
 def _bytes(stage: int, dtype: torch.dtype) -> dict[str, Any]:
