@@ -59,9 +59,7 @@ def newest(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run")) / "checkpoints" / "step_4"
 
 
-@pytest.mark.parametrize(
-    "content", [DEEPER, "7", "{}", '{"config.json": 7}', '{"a": {"bytes": [], "sha256": 1}}']
-)
+@pytest.mark.parametrize("content", [DEEPER, "7", "{}", '{"config.json": 7}', '{"a": {"bytes": [], "sha256": 1}}'])
 def test_a_manifest_of_any_form_is_damage(content: str, newest: Path) -> None:
     replace_file(newest, "manifest.json", content.encode())
     assert "manifest.json" in str(checkpoint.damage(newest))

@@ -106,13 +106,10 @@ def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray],
 
 def test_in_bf16_all_stages_give_the_same_bits() -> None:
     """Expect every stage to sum in the owner."""
-    options: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "optimizer": replace(OPTIMIZER, gradient_clip=0.0),
-        "micro_batches": 1,
-        "steps": 4,
-    }
-    for first, *others in run_ranks(2, lambda: [train(2, stage, **options) for stage in range(4)]):
+    optimizer = replace(OPTIMIZER, gradient_clip=0.0)
+    for first, *others in run_ranks(
+        2, lambda: [train(2, stage, 4, 1, dtype=torch.bfloat16, optimizer=optimizer) for stage in range(4)]
+    ):
         for other in others:
             assert_close(other[1], first[1], 0.0)
             assert [r[0] for r in other[0]] == [r[0] for r in first[0]]
