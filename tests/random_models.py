@@ -24,15 +24,13 @@ def random_architecture(generator: random.Random, **others: object) -> ModelConf
     )  # fmt: skip
 
 
-def random_model(
-    config: ModelConfig, length: int, seed: int = 0, std: float = 0.7, optimizer: OptimizerConfig | None = None
-) -> GPT:
+def random_model(config: ModelConfig, length: int, seed: int = 0, optimizer: OptimizerConfig | None = None) -> GPT:
     """Build a model with random weights: the initial zero head and unit norms would hide mistakes."""
     model = build_model(config, optimizer or OptimizerConfig(), length, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            scale = std / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 0.3
+            scale = 0.7 / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 0.3
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, scale, generator=generator)
     return model
 

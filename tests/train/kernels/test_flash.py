@@ -105,19 +105,18 @@ def check(case: Case) -> None:
     expected.backward(grad.double())
     for ours, theirs in zip(case.split(fused.grad), case.split(exact.grad), strict=True):
         close(ours, theirs, 3 * TOLERANCE[case.dtype])  # three products deep
-    if case.dtype == torch.bfloat16 and DEVICE == "cpu":
-        peer = fused.detach().requires_grad_()
+    if case.dtype == torch.bfloat16:
+        peer, first = fused.detach().cpu().requires_grad_(), None if first is None else first.cpu()
         query, key, value = (x.transpose(1, 2) for x in case.split(peer))
-        position, seen_from = torch.arange(case.time), first_visible(query.transpose(1, 2), first, case.window)
+        position, first = torch.arange(case.time), first_visible(query.transpose(1, 2), first, case.window)
         seen = position <= position[:, None]
-        seen = seen if seen_from is None else (seen & (position >= seen_from[..., None]))[:, None]
+        seen = seen if first is None else (seen & (position >= first[..., None]))[:, None]
         theirs = F.scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=True).transpose(1, 2)
-        theirs.backward(grad)
-        for triple in (
-            (out, theirs, expected.detach()),
-            *zip(*(case.split(x.grad) for x in (fused, peer, exact)), strict=True),
-        ):
-            our_error, their_error = (float((x.detach().double() - triple[2]).norm()) for x in triple[:2])
+        theirs.backward(grad.cpu())
+        gradients = zip(*(case.split(x.grad) for x in (fused, peer, exact)), strict=True)
+        for triple in ((out, theirs, expected), *gradients):
+            ours, theirs, right = (x.detach().cpu().double() for x in triple)
+            our_error, their_error = float((ours - right).norm()), float((theirs - right).norm())
             assert our_error <= MAX_RATIO * their_error + FP32_ERROR * out.numel() ** 0.5, (our_error, their_error)
 
 

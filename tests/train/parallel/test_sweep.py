@@ -70,9 +70,9 @@ def only_run(sweep: Path) -> RunDirectory:
 
 def under_way(root: Path, steps: int) -> RunDirectory:
     """Return the run once it has reached this step and has a checkpoint."""
-    until((root / "long" / "plan.json").exists)
+    until((root / "long" / "plan.json").exists, 240)
     run = only_run(root / "long")
-    until(lambda: run.last_metrics().get("step", 0) >= steps and any(run.path.glob("checkpoints/step_*/*")))
+    until(lambda: run.last_metrics().get("step", 0) >= steps and any(run.path.glob("checkpoints/step_*/*")), 240)
     return run
 
 
