@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from isoflop.train.config import DataConfig
 from isoflop.train.data.corpora import open_corpus
+from isoflop.train.data.mixing import content_hash
 from isoflop.train.data.recipe import dedup, recipe, shingles
 from isoflop.train.data.recipe.refine import Refinery
 
@@ -108,8 +109,6 @@ def deduplicated(texts: list[str], held_out: np.ndarray, threshold: float) -> tu
 
 
 def hash_of(text: str) -> int:
-    from isoflop.train.data.mixing import content_hash
-
     return content_hash(text.encode())
 
 

@@ -63,11 +63,6 @@ def needs_of(action: Action, virtual: int, count: int) -> set[Need]:
     return needs
 
 
-def in_flight(actions: Sequence[Action], sizes: Sequence[int]) -> list[int]:
-    """Return what a rank keeps after each action, where one micro-batch in chunk c needs `sizes[c]`."""
-    return list(accumulate(sizes[chunk] if kind == "forward" else -sizes[chunk] for kind, _, chunk in actions))
-
-
 # The formulas of docs/parallel.md, by rank r of S stages, M micro-batches and V chunks, in times of one forward action.
 KEPT = {
     "gpipe": lambda r, S, M, V: M,
@@ -129,7 +124,8 @@ def test_every_schedule_does_each_action_once_and_ends() -> None:
 def test_bubble_and_activations_are_those_of_the_papers() -> None:
     for name, S, M, V in cases():
         lists = schedule(name, S, M, V)
-        assert [max(in_flight(actions, [1] * V)) for actions in lists] == [KEPT[name](r, S, M, V) for r in range(S)]
+        kept = [max(accumulate(1 if action.kind == "forward" else -1 for action in actions)) for actions in lists]
+        assert kept == [KEPT[name](r, S, M, V) for r in range(S)]
         assert bubbles(lists) == [3 * (S - 1 - r) for r in range(S)], (name, S, M, V)
 
 
