@@ -167,13 +167,11 @@ STEPS = {
     "plain in bf16": run_config(PLAIN, 640, 2, "bf16"),
     "plain, Muon": run_config(PLAIN, 128, 1, "fp32", optimizer="muon"),
     "plain, tp, stage 2": run_config(PLAIN, 256, 4, "bf16", "selective", tp=2, dp=2, zero=2, sequence_parallel=False),
-    "grouped, tp": run_config(GROUPED, 256, 2, "fp32", tp=2),
-    "grouped, cp": run_config(GROUPED, 512, 4, "bf16", cp=2),
     "biases, full": run_config(BIASED, 128, 8, "fp32", "full"),
     "window": run_config(WINDOWED, 300, 4, "bf16"),
-    "plain, quantized": replace(run_config(replace(PLAIN, depth=2), 128, 8, "fp32"), quantization=INT8),
+    "plain, quantized": replace(run_config(replace(PLAIN, depth=1), 128, 8, "fp32"), quantization=INT8),
     "grouped, quantized, selective": replace(
-        run_config(replace(GROUPED, depth=2), 256, 8, "bf16", "selective"), quantization=INT8
+        run_config(replace(GROUPED, depth=1), 256, 8, "bf16", "selective"), quantization=INT8
     ),
     "wide table, full, stage 3": run_config(WIDE_TABLE, 256, 2, "bf16", "full", dp=4, zero=3, micro_batches=2),
     "latents, cp, tp, stage 3": run_config(LATENT, 1024, 4, "fp32", "full", tp=2, zero=3, cp=4),

@@ -46,9 +46,9 @@ def config_of(undisturbed: Path) -> RunConfig:
     return from_dict(RunConfig, json.loads((undisturbed / "config.json").read_text()))
 
 
-@pytest.mark.parametrize(("seed", "undisturbed"), [(0, "fp16"), (1, "bf16")], indirect=["undisturbed"])
-def test_a_run_stopped_at_random_steps_is_the_undisturbed_one(seed: int, undisturbed: Path, tmp_path: Path) -> None:
-    generator = random.Random(seed)
+@pytest.mark.parametrize("undisturbed", ["fp16"], indirect=True)
+def test_a_run_stopped_at_random_steps_is_the_undisturbed_one(undisturbed: Path, tmp_path: Path) -> None:
+    generator = random.Random(0)
     config = config_of(undisturbed)
     # How often a run saves does not change its numbers.
     config.checkpoint.every_steps = generator.choice([None, 3, 7])

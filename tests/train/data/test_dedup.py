@@ -130,7 +130,7 @@ def test_near_duplicates_are_the_clusters_of_all_pairs(threshold: float, tmp_pat
     """Allow LSH to miss pairs, at most 2 % at the threshold; only duplicates are removed."""
     missed = total = 0
     for seed in range(2):
-        texts = [text for text in texts_with_duplicates(seed=seed) if text]
+        texts = [text for text in texts_with_duplicates(200, seed) if text]
         path = tmp_path / f"{seed}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         corpus = open_corpus(DataConfig(corpus="text", path=str(path)))
