@@ -32,7 +32,7 @@ from isoflop.train.stepper import Stepper
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-ROWS, LENGTH, STEPS = 4, 32, 3
+ROWS, LENGTH, STEPS = 4, 32, 2
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_a_run_is_saved_stopped_resumed_and_summed_up(
     with pytest.raises(Stopped):
         whole_run(config, tmp_path, gpu, monkeypatch, should_stop=lambda: True)
     summary = whole_run(config, tmp_path, gpu, monkeypatch)
-    assert "resumed from step_1 of 3 steps" in gpu.said
+    assert f"resumed from step_1 of {STEPS} steps" in gpu.said
     assert (summary["step"], summary["device"], summary["val_loss"]) == (STEPS, "stand-in", 0.0)
     saved = load_file(tmp_path / "checkpoints" / f"step_{STEPS}" / "model.safetensors")
     assert {x.dtype for x in saved.values()} == {torch.float32}
