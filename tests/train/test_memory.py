@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -169,40 +169,27 @@ STEPS = {
     "plain, tp, stage 2": run_config(PLAIN, 256, 4, "bf16", "selective", tp=2, dp=2, zero=2, sequence_parallel=False),
     "biases, full": run_config(BIASED, 128, 8, "fp32", "full"),
     "window": run_config(WINDOWED, 300, 4, "bf16"),
-    "plain, quantized": replace(run_config(replace(PLAIN, depth=1), 128, 8, "fp32"), quantization=INT8),
-    "grouped, quantized, selective": replace(
-        run_config(replace(GROUPED, depth=1), 256, 8, "bf16", "selective"), quantization=INT8
-    ),
+    "plain, quantized": replace(run_config(PLAIN, 128, 8, "fp32"), quantization=INT8),
+    "grouped, quantized, selective": replace(run_config(GROUPED, 256, 8, "bf16", "selective"), quantization=INT8),
     "wide table, full, stage 3": run_config(WIDE_TABLE, 256, 2, "bf16", "full", dp=4, zero=3, micro_batches=2),
     "latents, cp, tp, stage 3": run_config(LATENT, 1024, 4, "fp32", "full", tp=2, zero=3, cp=4),
+    "latents in bf16": run_config(LATENT, 128, 3, "bf16"),
+    "latents, selective": run_config(LATENT, 128, 3, "fp32", "selective"),
+    "experts": run_config(MIXED, 128, 3, "fp32"),
+    "experts in bf16, selective": run_config(MIXED, 128, 3, "bf16", "selective"),
+    "experts, full": run_config(MIXED, 128, 3, "fp32", "full"),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_peak_of_a_step_is_within_15_percent(name: str) -> None:
+    """Use real tensors for one rank: they are faster, and their values decide how many rows an expert gets."""
     config = copy.deepcopy(STEPS[name])
     config.data.separate_documents = name == "window"
-    with mesh_of(config) as mesh, FakeTensorMode(), Live() as live:
+    is_real = config.parallel.world_size == 1
+    with mesh_of(config) as mesh, nullcontext() if is_real else FakeTensorMode(), Live() as live:
         gpt, zero = build(config, mesh)
-        live.peak = live.now
-        take_step(config, gpt, zero)
-    assert memory(config, "cpu").peak == pytest.approx(live.peak, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("model", "precision", "recompute"),
-    [(MIXED, "fp32", "none"), (MIXED, "bf16", "selective"), (MIXED, "fp32", "full"), (LATENT, "bf16", "none"),
-     (LATENT, "fp32", "selective")],
-    ids=lambda value: value.attention if isinstance(value, ModelConfig) else value,
-)  # fmt: skip
-def test_the_peak_of_experts_or_latents_is_within_15_percent(
-    model: ModelConfig, precision: str, recompute: str
-) -> None:
-    """Use real tensors, because their values decide how many rows an expert gets."""
-    config = run_config(model, micro=3, precision=precision, recompute=recompute)
-    with Live() as live:
-        gpt, zero = build(config, Mesh())
-        for parameter in gpt.parameters():
+        for parameter in gpt.parameters() if is_real else ():
             torch.nn.init.normal_(parameter, std=0.05)
         live.peak = live.now
         take_step(config, gpt, zero)
