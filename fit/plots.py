@@ -129,7 +129,7 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> list[tuple[str, float, Arr
     return runs
 
 
-def _axes(ax: Axes | None, x: str, y: str, log_x: bool = True, log_y: bool = False) -> Axes:
+def draw_axes(ax: Axes | None, x: str, y: str, log_x: bool = True, log_y: bool = False) -> Axes:
     if ax is None:
         import matplotlib.pyplot as plt
 
@@ -149,7 +149,7 @@ def _axes(ax: Axes | None, x: str, y: str, log_x: bool = True, log_y: bool = Fal
     return ax
 
 
-def _legend(ax: Axes, columns: int) -> Axes:
+def draw_legend(ax: Axes, columns: int) -> Axes:
     place: dict[str, Any] = {
         "loc": "lower left",
         "bbox_to_anchor": (-0.02, 1.0),
@@ -169,19 +169,19 @@ def plot_contours(law: Law, N: Any = None, D: Any = None, loss: Any = None, ax: 
     if D is None or loss is None:
         runs = None if N is None else as_table(N)
         N, D, loss = law.data_.values() if runs is None else (runs.N, runs.D, runs.loss)
-    ax = _axes(ax, "parameters N", "tokens D", log_y=True)
+    ax = draw_axes(ax, "parameters N", "tokens D", log_y=True)
     n, d, surface, (low, high, step), best = loss_contours(law, N, D)
     levels = np.arange(low, high + step / 2, step)
     ax.clabel(ax.contour(n, d, surface, levels, cmap="viridis", linewidths=0.9), fontsize=7)
     ax.plot(best["N"], best["D"], color=APPROACH_STYLE["parametric"][0], linewidth=2.4, label="efficient frontier")
     ax.scatter(N, D, c=loss, cmap="viridis", s=26, edgecolor="black", linewidth=0.6, zorder=3, label="runs")
     ax.set(xlim=(n[0], n[-1]), ylim=(d[0], d[-1]))
-    return _legend(ax, 2)
+    return draw_legend(ax, 2)
 
 
 def plot_profiles(profiles: Any, ax: Axes | None = None) -> Axes:
     """Plot each budget's runs and fitted curve, with a star at an accepted minimum; curves without one are dotted."""
-    ax = _axes(ax, "parameters N", LOSS)
+    ax = draw_axes(ax, "parameters N", LOSS)
     shown = profiles.profiles_
     for p, colour in zip(shown, shades(np.array([p.flops for p in shown])) if shown else [], strict=True):
         ax.scatter(p.N, p.loss, color=colour, s=24, zorder=3, label=f"{scientific(p.flops)} FLOPs")
@@ -190,14 +190,14 @@ def plot_profiles(profiles: Any, ax: Axes | None = None) -> Axes:
             ax.plot(*profile_curve(p), color=colour, linestyle=line, linewidth=1.4)
         if p.accepted:
             ax.scatter([p.N_best], [p.loss_best], color=colour, **STAR)
-    return _legend(ax, 5) if shown else ax
+    return draw_legend(ax, 5) if shown else ax
 
 
 def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = None) -> Axes:
     """Plot the optimal `quantity` (N, D or loss) and interval by budget for every approach with an answer."""
     need("analysis", analysis, "profiles", ANALYSIS)
     log = quantity != "loss"
-    ax = _axes(ax, "training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
+    ax = draw_axes(ax, "training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
     C, lines = allocation_lines(analysis, quantity, high=30 * analysis.table.flops.max())
     seen: list[Array] = []
     for approach, values, band in lines:
@@ -215,13 +215,13 @@ def plot_allocation(analysis: Analysis, quantity: str = "N", ax: Axes | None = N
     # Set limits by the lines, because a wide band would flatten them.
     low, high = everything.min(), everything.max()
     ax.set_ylim(*((low / 3, high * 3) if log else (0.9 * low, 1.05 * high)))
-    return _legend(ax, 3)
+    return draw_legend(ax, 3)
 
 
 def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", ax: Axes | None = None) -> Axes:
     """Plot loss against `by`, tokens or flops, for analysed runs in `curves` (run_id, tokens, flops, loss)."""
     need("analysis", analysis, "profiles", ANALYSIS)
-    ax = _axes(ax, CURVE_TITLES[by], LOSS)
+    ax = draw_axes(ax, CURVE_TITLES[by], LOSS)
     t = analysis.table
     colours = dict(zip(t.N.tolist(), shades(t.N), strict=True))
     for _, N, x, loss in loss_curves(analysis, curves, by):
@@ -241,7 +241,7 @@ def plot_residuals(law: Law, by: ArrayLike | None = None, ax: Axes | None = None
         label, x = "", floats(by)
     elif {"N", "D"} <= set(law.inputs):
         label, x = "training FLOPs (6ND)", 6.0 * law.data_["N"] * law.data_["D"]
-    ax = _axes(ax, label, "measured over predicted (%)")
+    ax = draw_axes(ax, label, "measured over predicted (%)")
     ax.axhline(0.0, color=FAINT, linewidth=1.0)
     residual = 100.0 * np.expm1(law.residuals())
     ax.scatter(x, residual, color=shades(first), s=24, edgecolor="white", linewidth=0.4, zorder=3)
@@ -255,7 +255,7 @@ def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = No
         raise InputError("this law has no bootstrap draws to plot; call bootstrap(n, groups=run_id) first.")
     for name in (x, y):
         one_of("constant", name, law.names)
-    ax = _axes(ax, x, y, log_x=False)
+    ax = draw_axes(ax, x, y, log_x=False)
     colour = APPROACH_STYLE["parametric"][0]
     ax.scatter(law.draws_[x], law.draws_[y], s=7, color=colour, alpha=0.25, linewidth=0, label="refits of resamples")
     bars = []
@@ -266,13 +266,13 @@ def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", ax: Axes | None = No
     ax.errorbar(
         [law.constants_[x]], [law.constants_[y]], xerr=bars[0], yerr=bars[1], **style, label="fit, 95 % intervals"
     )
-    return _legend(ax, 2)
+    return draw_legend(ax, 2)
 
 
 def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
     """Plot a backtest's errors of the loss against compute relative to the largest run fitted."""
     need("analysis", analysis, "profiles", ANALYSIS)
-    ax = _axes(ax, "compute relative to the largest run fitted", "error of the loss (%)")
+    ax = draw_axes(ax, "compute relative to the largest run fitted", "error of the loss (%)")
     ahead = (analysis.backtest["tested"] or {}).get("ahead", [])
     if not ahead:
         return ax
@@ -281,7 +281,7 @@ def plot_backtest(analysis: Analysis, ax: Axes | None = None) -> Axes:
         ax.scatter(step["factor"], 100 * np.array(step["error"]), color=colour, s=22, label=label, zorder=3)
     ax.axhline(0.0, color=FAINT, linewidth=1.0, linestyle=":")
     ax.axvline(analysis.targets[0] / analysis.table.flops.max(), color=FAINT, linestyle="--", label="target")
-    return _legend(ax, 5)
+    return draw_legend(ax, 5)
 
 
 def save_figures(

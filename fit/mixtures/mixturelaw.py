@@ -24,7 +24,7 @@ from .forms import PRIORS, Corrected, Data, Form, Points, Process, boosted_trees
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMS = ("effective", "product", "exponential", "trees")
+FORMS = ("effective", "product", "exponential", "overfitting", "trees")
 FOLDS = 10  # hold-outs by mixture, and parts of the jackknife
 SUM_ERROR = 0.01  # a row's weights may miss a sum of one by so much
 LATER = 2.0  # power of D / the run's last D in a row's weight, because earlier checkpoints are not cooled down
@@ -36,7 +36,8 @@ Named = Mapping[str, float] | None  # by domain or loss
 class MixtureLaw(Estimator):
     """Losses by the weights of domains, and by N and D where these vary.
 
-    forms: names among effective, product, exponential (mixtures/forms.py) and trees; by default all.
+    forms: names among effective, product, exponential, overfitting (mixtures/forms.py) and trees; by default all that
+    apply: product where N varies, overfitting where domains are repeated.
     After `fit`: domains_, losses_, weights_ and errors_ (DataFrames, form x loss: shares, and root mean square errors
     of log loss on hold-outs), hold_outs_ ("compute" or "mixture"), refused_ (form -> reason), noise_ (loss -> scatter
     of a run's log loss), held_ (losses, rows: errors of log loss by fits without the row's mixture), constants_ (form
@@ -75,11 +76,12 @@ class MixtureLaw(Estimator):
         rolling = self._rolling(data)
         self.hold_outs_ = "compute" if rolling else "mixture"
         self._members, self.refused_ = dict[str, Corrected](), dict[str, str]()
+        applies = {"product": self.varies("N"), "overfitting": data.points.repeats.any()}
         for name in self.forms or FORMS:
             form, correction = (name, Process) if name != "trees" else ("effective", boosted_trees)
             args = Form(form, data.points), correction, data, [*folds, *rolling], len(folds)
             try:
-                if name != "product" or self.varies("N") or self.forms:
+                if self.forms or applies.get(name, True):
                     self._members[name] = Corrected(*args)
             except ImportError:
                 self.refused_[name] = "scikit-learn is missing; pip install 'isoflop[mixtures]' installs it."
@@ -203,9 +205,11 @@ class MixtureLaw(Estimator):
         even = usable * self.held_ / np.sqrt(self._factor(data.points.weights))
         self._covariance = even @ even.T / np.maximum(1.0 * usable @ usable.T, 1.0)
         self.noise_ = dict(zip(self.losses_, np.sqrt(np.diag(self._covariance)).tolist(), strict=True))
-        columns = [*(f"g_{name}" for name in self.domains_), *PRIORS]
-        frames = {name: pd.DataFrame(np.exp(member.theta), self.losses_, columns) for name, member in members.items()}
-        self.constants_: Any = {name: frame.drop(columns=[*members[name].form.lacks]) for name, frame in frames.items()}
+        self.constants_: Any = {}
+        for name, member in members.items():
+            columns = [*(f"g_{domain}" for domain in self.domains_), *member.form.priors]
+            frame = pd.DataFrame(np.exp(member.theta), self.losses_, columns)
+            self.constants_[name] = frame.drop(columns=[*member.form.lacks])
 
     def predict(
         self, weights: Any, N: Any = None, D: Any = None, unique: Named = None, level: float = 0.95,

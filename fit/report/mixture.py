@@ -16,7 +16,7 @@ from ..files import filling, write_text
 from ..formatting import count, fixed, interval, percent, plain_json
 from ..mixtures.answer import BestMixture
 from ..mixtures.mixturelaw import MixtureLaw
-from ..plots import DPI, FAINT, SIZE, STAR, _axes, _legend, shades
+from ..plots import DPI, FAINT, SIZE, STAR, draw_axes, draw_legend, shades
 from ..table import load, numeric
 from .figures import INK, PALETTE
 from .report import TEMPLATES, render_template
@@ -141,12 +141,12 @@ def mixture_tables(content: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
 
 
 def _held_out(study: MixtureStudy, figure: Figure) -> None:
-    law, ax = study.law, _axes(figure.subplots(), "predicted loss (nats per token)", "loss of the run", log_x=False)
+    law, ax = study.law, draw_axes(figure.subplots(), "predicted loss (nats per token)", "loss of the run", log_x=False)
     for k, name in enumerate(law.losses_):
         loss = numeric(study.frame, f"loss_{name}")
         ax.scatter(loss * np.exp(law.held_[k]), loss, s=14, color=PALETTE[k % len(PALETTE)], label=name, zorder=3)
         ax.plot(loss, loss, color=FAINT, linewidth=1.0)
-    _legend(ax, 4)
+    draw_legend(ax, 4)
 
 
 def _domains(study: MixtureStudy, figure: Figure) -> None:
@@ -159,7 +159,7 @@ def _domains(study: MixtureStudy, figure: Figure) -> None:
         x = np.linspace(weights.min(), weights.max(), STEPS)
         curve = study.predict(np.outer(x, unit) + np.outer(1.0 - x, rest / rest.sum()))
         ax = figure.add_subplot(-(-len(best) // COLUMNS), COLUMNS, i)
-        _axes(ax, f"weight of {name}", loss.replace("_", " of ", 1), log_x=False)
+        draw_axes(ax, f"weight of {name}", loss.replace("_", " of ", 1), log_x=False)
         ax.fill_between(x, curve[f"{loss}_low"], curve[f"{loss}_high"], color=PALETTE[0], alpha=0.15, linewidth=0)
         ax.plot(x, curve[loss], color=PALETTE[0])
         ax.scatter(weights, numeric(frame, loss), s=14, color=shades(size), zorder=3)
