@@ -21,7 +21,6 @@ from .downstream.downstream import fit_tasks
 from .errors import InputError, one_of, positive
 from .flops import CONVENTIONS, flops_per_token
 from .formatting import INTERVALS
-from .precision.precisionlaw import by_precision
 from .results import Analysis
 from .table import Runs, as_table
 from .uncertainty import check_resampling
@@ -67,6 +66,8 @@ def analyze(
     table = as_table(table)
     if law is not None and law.objective == "se" and table.known_se is None:
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
+    from .precision.precisionlaw import by_precision  # imports pandas
+
     table, precision = by_precision(table, bootstrap, seed)
     if speedup and precision is None:
         raise InputError(f"speedup names {', '.join(speedup)}, but the table gives no law of number formats.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -26,8 +26,10 @@ from .flops import CONVENTIONS, FlopsPerToken, convention_name, flops_per_token
 from .forecasting.mixture import FormMixture, SavedMixture
 from .formatting import INTERVALS, plain_json
 from .laws.persistence import read_law
-from .precision.precisionlaw import PrecisionLaw
 from .table import RunTable
+
+if TYPE_CHECKING:
+    from .precision.precisionlaw import PrecisionLaw
 
 PREFERRED = ("parametric", "isoflop", "envelope")  # order of the approaches where none backtests best
 FAR = ("extrapolation", "backtest_short")  # codes of warnings that depend on the targets

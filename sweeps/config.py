@@ -106,6 +106,7 @@ class FitConfig:
     intervals: Annotated[str, ("mixture", "noise")] = "mixture"  # from a mixture of forms, or noise under one form
     form: Annotated[str, tuple(LOSS_LAWS)] = DEFAULT  # of the parametric law
     objective: Annotated[str, ("huber", "l1", "squares", "se")] = "huber"  # se: weights by loss_se
+    speedup: Any = None  # {format: how many times as fast as unquantized runs it trains}; for Any see ProductGrid.axes
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,11 @@ def best_mixture(
         def losses(mixtures: Array) -> Array:
             return np.asarray(row @ np.exp(law.surfaces(law.points(mixtures, N, D, caps), draws=False)[0]))
 
-        best = minimum(losses, cloud, low, high, generator)
+        best = cloud[np.argmin(losses(cloud))]
+        for spread in SPREADS:
+            moved = best + spread * generator.standard_normal((CANDIDATES, len(low)))
+            near = np.vstack([best, project(moved, low, high)])
+            best = near[np.argmin(losses(near))]
         loss, base_loss = losses(np.stack([best, base])).tolist()
         return best, {"N": N, "D": D, "weights": named(best), "loss": loss, "base_loss": base_loss}
 
@@ -84,20 +88,24 @@ def best_mixture(
     cloud = np.vstack([best, base, project(near, low, high), cloud])
     draws = np.tensordot(row, np.exp(law.surfaces(law.points(cloud, N, D, caps))[1]), axes=1)
     variance = law.moments(law.points(best[None], N, D, caps), row[None], run=False)[1].item()
-    wide, lowest = float(ndtri(0.5 + 0.5 * level) * np.sqrt(variance)), cloud[draws.argmin(axis=0)]
+    wide, optima = float(ndtri(0.5 + 0.5 * level) * np.sqrt(variance)), cloud[draws.argmin(axis=0)]
     gain = answer["base_loss"] - answer["loss"]
     half, probability, reason, runs = _doubt(law, gain, float((draws[1] - draws[0]).std()), level)
     ends = [(value, law.sizes_[name][0]) if value else None for name, value in (("N", N), ("D", D))]
     path = zip(*(np.geomspace(e[1], e[0], 3)[:2].tolist() if e else (None, None) for e in ends), strict=True)
-    moves = law.varies("N") or law.varies("D")
+    lowest, following = draws[0], list[dict[str, float]]()
+    for _ in range(NEXT):  # each is chosen by the expected fall of the lowest loss, given those before it
+        fall = np.maximum(lowest - draws, 0.0).mean(axis=1)
+        following += [named(cloud[fall.argmax()])] if fall.max() > 0 else []
+        lowest = np.minimum(lowest, draws[fall.argmax()])
     return BestMixture(
         target=dict(zip(law.losses_, row.tolist(), strict=True)), level=level, **answer, base=named(base),
-        intervals=dict(zip(law.domains_, (percentile_interval(w, level) for w in lowest.T), strict=True)),
+        intervals=dict(zip(law.domains_, (percentile_interval(w, level) for w in optima.T), strict=True)),
         loss_interval=(answer["loss"] - wide, answer["loss"] + wide), gain=gain, probability=probability,
         gain_interval=(gain - half, gain + half), trustworthy=not reason, reason=reason, runs_needed=runs,
         epochs={k: v for k, v in named(best * (D or np.nan) / caps[0]).items() if np.isfinite(v)},
-        next=[named(mixture) for mixture in _worth_training(cloud, draws)],
-        scales=[*(best_at(*size)[1] for size in path), answer] if moves else [],
+        next=following,
+        scales=[*(best_at(*size)[1] for size in path), answer] if law.varies("N") or law.varies("D") else [],
     )  # fmt: skip
 
 
@@ -109,15 +117,6 @@ def project(mixtures: Array, low: Array, high: Array) -> Array:
         short = np.clip(mixtures + middle[:, None], low, high).sum(axis=1) < 1.0
         below, above = np.where(short, middle, below), np.where(short, above, middle)
     return np.asarray(np.clip(mixtures + above[:, None], low, high))
-
-
-def minimum(loss: Callable[[Array], Array], cloud: Array, low: Array, high: Array, generator: Any) -> Array:
-    """Return the mixture of lowest loss (n,): the best of a cloud (n, m), then of ever closer ones about the best."""
-    for spread in SPREADS:
-        best = cloud[np.argmin(loss(cloud))]
-        near = best + spread * generator.standard_normal((CANDIDATES, len(low)))
-        cloud = np.vstack([best, project(near, low, high)])
-    return np.asarray(cloud[np.argmin(loss(cloud))])
 
 
 def _bounds(
@@ -159,13 +158,3 @@ def _doubt(law: Any, gain: float, error: float, level: float) -> tuple[float, fl
     needed = int(np.ceil(runs * (wide / gain) ** 2)) if wide / gain < MOST_RUNS**0.5 else None
     advice = f"about {needed} runs in all would show it" if needed else f"{MOST_RUNS:g} times as many runs are too few"
     return wide, probability, f"the gain of {gain:.3g} ± {wide:.2g} is within the noise; {advice}.", needed
-
-
-def _worth_training(cloud: Array, draws: Array) -> list[Array]:
-    """Choose mixtures by the expected fall of the lowest loss below that of the best, one after the other."""
-    lowest, chosen = draws[0], list[Array]()
-    for _ in range(NEXT):
-        fall = np.maximum(lowest - draws, 0.0).mean(axis=1)
-        chosen += [cloud[fall.argmax()]] if fall.max() > 0 else []
-        lowest = np.minimum(lowest, draws[fall.argmax()])
-    return chosen

@@ -7,9 +7,10 @@ over resamples and over shares, of a drift beyond the largest compute, and of ru
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+import pandas as pd
 from scipy.spatial.distance import cdist, pdist
 
 from ..errors import SPREAD, Array, InputError, floats, one_of, positive
@@ -20,9 +21,6 @@ from ..table import RunTable, load, numeric
 from ..uncertainty import check_resampling, group_labels, numbered
 from .answer import BestMixture, best_mixture
 from .forms import PRIORS, Corrected, Data, Form, Points, Process, boosted_trees, fit_form
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 FORMS = ("effective", "product", "exponential", "overfitting", "trees")
 FOLDS = 10  # hold-outs by mixture, and parts of the jackknife
@@ -73,7 +71,12 @@ class MixtureLaw(Estimator):
         self.data_ = data = self._weigh_rows(self._read(frame))
         fold = (np.random.default_rng(self.seed).permutation(data.mixture.max() + 1) % FOLDS)[data.mixture]
         folds = [CutOff(np.nan, fold != k, fold == k, np.ones((fold == k).sum())) for k in range(fold.max() + 1)]
-        rolling = self._rolling(data)
+        sizes = {"N": np.exp(data.points.size), "D": np.exp(data.points.tokens)}
+        inputs = {name: column for name, column in sizes.items() if self.varies(name)}
+        rolling = []  # hold-outs of the runs with more compute than those fitted
+        if inputs:
+            inputs |= dict(zip(self.domains_, data.points.weights.T, strict=True))
+            rolling = cut_offs(inputs, np.exp(self._reach), data.group, len(self.domains_) + len(PRIORS), min_values=2)
         self.hold_outs_ = "compute" if rolling else "mixture"
         self._members, self.refused_ = dict[str, Corrected](), dict[str, str]()
         applies = {"product": self.varies("N"), "overfitting": data.points.repeats.any()}
@@ -143,16 +146,6 @@ class MixtureLaw(Estimator):
         epochs = weights * self._middle.get("D", np.nan) * np.exp(logs["D"])[:, None] / unique
         return Points(weights, logs["N"], logs["D"], np.log(np.fmax(epochs, 1.0)))
 
-    def _rolling(self, data: Data) -> list[CutOff]:
-        """Return hold-outs of the runs with more compute than those fitted."""
-        sizes = {"N": np.exp(data.points.size), "D": np.exp(data.points.tokens)}
-        columns = {name: column for name, column in sizes.items() if self.varies(name)}
-        mixtures = dict(zip(self.domains_, data.points.weights.T, strict=True))
-        min_mixtures = len(self.domains_) + len(PRIORS)
-        return (
-            cut_offs(columns | mixtures, np.exp(self._reach), data.group, min_mixtures, min_values=2) if columns else []
-        )
-
     def _weigh_rows(self, data: Data) -> Data:
         """Divide the rows' weights by the relative variance of runs near their mixture."""
         form, points = Form("effective", data.points), data.points
@@ -176,8 +169,6 @@ class MixtureLaw(Estimator):
 
     def _weigh(self, folds: list[CutOff], rolling: list[CutOff]) -> None:
         """Learn the forms' shares and the rate of their error from hold-outs, and the scatter of runs."""
-        import pandas as pd
-
         data, prior, members = self.data_, Prior(**read_constants("forecast")["mixture"]), self._members
         usable, cuts = (data.weight > 0) & self._end, [*folds, *rolling]
         held = [np.stack([member.held[j] for member in members.values()]) for j in range(len(cuts))]
@@ -221,8 +212,6 @@ class MixtureLaw(Estimator):
         (points,), where they vary in the table. unique: {domain: unique tokens}. target: {loss: weight}, scaled to a
         sum of one. kind: "run" for intervals of a new run, "mean" for the mean of such runs.
         """
-        import pandas as pd
-
         self._fitted()
         one_of("kind", kind, ("run", "mean"))
         caps = _named("unique", unique, self.domains_, np.nan)[None]

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike
 
 from ..checks.outliers import find_outliers
@@ -23,9 +24,6 @@ from ..table import RunTable, as_table
 from ..uncertainty import check_resampling
 from .forms import PrecisionForm
 from .rise import RiseLaw
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 ONE = ", one per pass"
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,21 +58,6 @@ class _Forecaster(Forecaster):
 
     def _further(self, points: Columns) -> Array:
         return np.maximum(_beyond(points, {name: self.data_[name].max() for name in "ND"}, self.ends_[1]), 0.0)
-
-
-def _laws(
-    names: Sequence[Sequence[str]], bits: Mapping[str, Sequence[float]], only_bits: bool
-) -> dict[str, PrecisionForm]:
-    """Return the forms by name for the formats `names` of each pass; `bits`: part -> bits of each forward format."""
-    laws = {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=bits)} if bits else {}
-    for (base, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
-        laws[base + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
-    return laws
-
-
-def _means(values: Array, codes: Array) -> list[float]:
-    """Return the mean of the values (n,) with each code 1, 2, ... (n,)."""
-    return [float(values[codes == code].mean()) for code in np.unique(codes)]
 
 
 def _beyond(points: Columns, tops: Mapping[str, float], largest: float) -> Array:
@@ -134,7 +117,10 @@ class PrecisionLaw(Estimator):
                 raise InputError(f"no format has {LEAST_RUNS} runs or more; add runs in each format.")
             fitted, names = runs.where(keep), [[NONE, *sorted({*labels[keep]} - {NONE})] for labels in passes]
             codes = [np.array([of.index(v) + 1.0 for v in p[keep]]) for of, p in zip(names, passes, strict=True)]
-            laws = _laws(names, {part: _means(P[keep], codes[0]) for part, P in bits.items()}, only_bits)
+            means = {part: [P[keep][codes[0] == c].mean() for c in np.unique(codes[0])] for part, P in bits.items()}
+            laws = {"bits": PrecisionForm(loss_law("chinchilla"), names, bits=means)} if bits else {}
+            for (base, (form, options)), suffix in product([] if only_bits else BASES.items(), ("", ONE)):
+                laws[base + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
             columns = {"N": fitted.N, "D": fitted.D, **dict(zip(PASSES, codes, strict=True)), "loss": fitted.loss}
             if not judged:
                 flexible = laws["bits" if only_bits else "gamma"]
@@ -190,8 +176,6 @@ class PrecisionLaw(Estimator):
         N parameters and D tokens in the format are worth e_N N and e_D D without quantization. A format that trains
         more than 1 / (e_N e_D) times as fast, `speedup`, reaches a lower loss in the same time at the best N and D.
         """
-        import pandas as pd
-
         fitted, drawn = (self._log_efficiencies(drawn) for drawn in (False, True))
         weights = replace(self.forecaster_._weights, prior=self.forecaster_.priors["size"])  # not an extrapolation
         columns: Columns = {}
@@ -207,8 +191,6 @@ class PrecisionLaw(Estimator):
 
         flops: 6 N D without quantization, a scalar or (targets,). speedup: format -> how many times as fast it trains.
         """
-        import pandas as pd
-
         self._fitted()
         for name, factor in (speedup or {}).items():
             one_of("format of speedup", name, self.formats_)
@@ -237,8 +219,6 @@ class PrecisionLaw(Estimator):
 
         Rows by way to quantize and N, infinite above 1e6.
         """
-        import pandas as pd
-
         self._fitted()
         if self.rise_ is None:
             raise InputError("the table has too few values in columns quantized_loss_<way>; see notes_.")

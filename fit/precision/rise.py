@@ -6,16 +6,14 @@ Kumar et al. 2024 (arXiv:2411.04330), equation 2, where C falls with the bits P 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ..errors import Array, InputError, identifiable
 from ..table import RunTable, numeric
 from ..uncertainty import independent_groups, wild_targets
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 PREFIX = "quantized_loss_"
 LEAST = 3  # runs with a rise, for each way to quantize
@@ -32,8 +30,6 @@ class RiseLaw:
     @classmethod
     def fit(cls, runs: RunTable, draws: int, seed: int, notes: list[str]) -> RiseLaw | None:
         """Fit log rises by least squares; without usable columns, return None. Adds a note on all that it omits."""
-        import pandas as pd
-
         names = [name for name in map(str, runs.frame.columns) if name.startswith(PREFIX)]
         columns: dict[str, Any] = {"N": runs.N, "D": runs.D, "group": runs.group}
         columns |= {name[len(PREFIX) :]: numeric(runs.frame, name)[runs.rows] - runs.loss for name in names}

@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from ..files import filling, write_text
 from ..formatting import count, fixed, interval, percent, plain_json
@@ -20,10 +23,6 @@ from ..plots import DPI, FAINT, SIZE, STAR, draw_axes, draw_legend, shades
 from ..table import load, numeric
 from .figures import INK, PALETTE
 from .report import TEMPLATES, render_template
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 CORNERS = np.array([[0.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5]])  # of the ternary plot
 DIAMOND: dict[str, Any] = STAR | {"marker": "D", "s": 40}
@@ -69,8 +68,6 @@ class MixtureStudy:
 
     def write(self, folder: Path, title: str, origin: Mapping[str, Any], costs: Any = None) -> None:
         """Write report.html, law.json and figures, all or none; `origin` are names and values for the footer."""
-        from markupsafe import Markup
-
         content, style = self.to_dict(), Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
         context = {"title": title, "origin": origin, "costs": costs, "style": style, "tables": mixture_tables(content)}
         with filling(folder, [f"{name}.png" for name in DRAWINGS]) as new:
@@ -80,8 +77,6 @@ class MixtureStudy:
 
     def draw(self, folder: Path) -> Iterator[tuple[str, bytes]]:
         """Save the figures as PNG. Yields their names and bytes."""
-        from matplotlib.figure import Figure
-
         domains = len(self.law.domains_)
         for name, (draw, _) in DRAWINGS.items():
             if draw is not _ternary or domains == len(CORNERS):
@@ -118,8 +113,6 @@ def _shares(weights: Mapping[str, float]) -> str:
 
 def mixture_tables(content: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
     """Return the tables of a law.json on mixtures by title, with numbers as text."""
-    import pandas as pd
-
     a = content["mixture"]
     ends = pd.DataFrame(a["intervals"], ["low", "high"]).T
     best = pd.DataFrame({"best": a["weights"], **ends, "base": a["base"], "epochs": a["epochs"]}, [*a["weights"]])

@@ -289,6 +289,9 @@ def check(config: SweepConfig) -> None:
         )
     if config.explain and not config.dry_run:
         raise UserError("explain is true but dry_run is false; give both: dry_run=true explain=true")
+    speedup = {} if config.fit.speedup is None else config.fit.speedup
+    if not isinstance(speedup, dict) or not all(isinstance(v, int | float) and v > 0 for v in speedup.values()):
+        raise UserError(f"fit.speedup is {speedup!r}; it must map formats to numbers above 0, such as {{mxfp4: 2.0}}")
     extra = cluster.additional_parameters
     if extra is not None and not isinstance(extra, dict):
         raise UserError(f"cluster.additional_parameters is {extra!r}; it must map #SBATCH keys to values")

@@ -59,9 +59,12 @@ class MixtureGrid(LadderGrid):
         self, sweep: SweepDirectory, config: SweepConfig, budget: float, max_flops: float, max_runs: int
     ) -> Suggestion:
         """Suggest mixtures that a law would learn most from, then the swarm's next, at all (N, D) up to `max_flops`."""
+        from ...fit import InputError, MixtureLaw
+        from ..results.table import build_table
         from .suggest import NothingToSuggest, Suggestion, point_of, suggested_run
 
         base = replace(resolved_base(sweep, config), tokens=0)
+        domains, table = base.data.domains or {}, build_table(sweep)
         shapes = [run for run in LadderGrid.runs(self, base, Tuner(config.tuning)) if flops_exact(run) <= max_flops]
         repeats = len(self.seeds or [base.seed]) * len(self.recipes or [base.data.recipe])
         price = repeats * trained_flops(shapes)
@@ -69,11 +72,23 @@ class MixtureGrid(LadderGrid):
             needed = f"one more mixture needs {price:.3g}" if shapes else f"every run needs more than {max_flops:.3g}"
             raise NothingToSuggest(f"budget is {budget:.3g} FLOPs, and {needed}; give at least that")
         count = int(min(budget / price, max(1, max_runs // (repeats * len(shapes)))))
+        limits = dict(self.bounds or {})
+        for name, domain in domains.items():
+            if domain.max_epochs and f"unique_{name}" in table:  # a heavier domain would be repeated more often
+                low, high = limits.get(name, (0, 1))
+                most = domain.max_epochs * float((table[f"unique_{name}"] / table["D"]).min())
+                limits[name] = [low, max(low, min(high, most))]
+        simplex, proposed = Simplex.of(domains, self.base, limits), list[list[int]]()
+        try:
+            answer = MixtureLaw().fit(table[table["final"]]).best(base.data.target, bounds=limits)
+            proposed = [_rounded([PARTS * m[name] for name in domains], simplex.low, simplex.high) for m in answer.next]
+            reason = f"by the law of the finished runs, the lowest loss is at {mixture_label(answer.weights)}; the "
+            reason += f"first {counted(len(proposed), 'mixture')} would tell most about it"
+        except InputError as error:
+            reason = f"these mixtures are the next of the grid's swarm; the finished runs give no law yet: {error}"
         present = [run.config().data.domains or {} for run in members(sweep)]
-        taken = [[round(PARTS * domain.weight) for domain in domains.values()] for domains in present]
-        simplex = Simplex.of(base.data.domains or {}, self.base, self.bounds)
-        best, reason = self._informative(sweep, base, simplex)
-        proposed = [*best, *simplex.swarm(len(taken) + count, base.seed)]
+        taken = [[round(PARTS * domain.weight) for domain in mixture.values()] for mixture in present]
+        proposed += simplex.swarm(len(taken) + count, base.seed)
         fresh = [parts for parts in proposed if parts not in taken][:count]
         points = [point_of(weighted(run, parts, base.seed), base) for parts in fresh for run in shapes]
         grid = PointsGrid(points=points, seeds=self.seeds, recipes=self.recipes)
@@ -82,21 +97,6 @@ class MixtureGrid(LadderGrid):
         suggested = [suggested_run(run, names) for run in merge_runs(runs).runs]
         flops = sum(run.flops_own for run in suggested)
         return Suggestion(budget, None, suggested, flops, [], {}, {}, asdict(grid), reason)
-
-    def _informative(self, sweep: SweepDirectory, base: RunConfig, simplex: Simplex) -> tuple[list[list[int]], str]:
-        """Return the mixtures that a law of the finished runs would learn most from, and a sentence on the law."""
-        from ...fit import InputError, MixtureLaw
-        from ..results.table import build_table
-
-        try:
-            table = build_table(sweep)
-            answer = MixtureLaw().fit(table[table["final"]]).best(base.data.target, bounds=self.bounds)
-        except InputError as error:
-            return [], f"these mixtures are the next of the grid's swarm; the finished runs give no law yet: {error}"
-        shares = ([PARTS * weights[name] for name in base.data.domains] for weights in answer.next)
-        mixtures = [_rounded(parts, simplex.low, simplex.high) for parts in shares]
-        lowest = f"by the law of the finished runs, the lowest loss is at {mixture_label(answer.weights)}"
-        return mixtures, f"{lowest}; the first {counted(len(mixtures), 'mixture')} would tell most about it"
 
     @classmethod
     def results(cls, sweep: SweepDirectory) -> dict[str, Any]:

@@ -143,6 +143,10 @@ def suggest_runs(
     config = prepare.configuration(sweep)
     assert config.grid is not None
     if (suggestion := config.grid.suggest(sweep, config, budget, max_flops or math.inf, max_runs)) is not None:
+        if target_flops is not None:
+            raise UserError(
+                f"target_flops is {target_flops:g}; mixtures are suggested for the sweep's own sizes, leave it out"
+            )
         return suggestion
     standing = standing or fit_standing(sweep, config, target_flops)
     base = replace(prepare.resolved_base(sweep, config), tokens=0)
