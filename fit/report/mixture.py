@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -58,12 +58,10 @@ class MixtureStudy:
         target, runs = np.array([*a.target.values()]), self.frame.get("run_id", self.frame.index.to_series()).nunique()
         hold_out = {"by": law.hold_outs_, "errors": ((law.errors_**2 @ target) ** 0.5).to_dict()}
         mixture = asdict(a) | {"forms": (law.weights_ @ target).to_dict(), "hold_out": hold_out}
-        doubts = {} if a.trustworthy else {"no_mixture_answer": sentences[0]}
+        warnings = [] if a.trustworthy else [{"code": "no_mixture_answer", "message": sentences[0]}]
         if edge := [k for k, w in a.weights.items() if w > numeric(self.frame, f"weight_{k}").max() - 1e-3]:
-            doubts["mixture_at_edge"] = (
-                f"No run has more {' or '.join(edge)} than the best mixture; train some with more."
-            )
-        warnings = [{"code": code, "message": message} for code, message in doubts.items()]
+            message = f"No run has more {' or '.join(edge)} than the best mixture; train some with more."
+            warnings.append({"code": "mixture_at_edge", "message": message})
         return plain_json({"mixture": mixture, "verdict": "\n".join(sentences), "warnings": warnings, "runs": runs})
 
     def write(self, folder: Path, title: str, origin: Mapping[str, Any], costs: Any = None) -> None:
@@ -71,19 +69,15 @@ class MixtureStudy:
         content, style = self.to_dict(), Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
         context = {"title": title, "origin": origin, "costs": costs, "style": style, "tables": mixture_tables(content)}
         with filling(folder, [f"{name}.png" for name in DRAWINGS]) as new:
-            context["pictures"] = {DRAWINGS[name][1]: b64encode(png).decode() for name, png in self.draw(new)}
-            write_text(new / "report.html", render_template("mixture.html", **context, **content))
+            pictures, domains = dict[str, str](), len(self.law.domains_)
+            for name, (draw, caption) in DRAWINGS.items():
+                if draw is not _ternary or domains == len(CORNERS):
+                    size = (9.0, 2.8 * -(-domains // COLUMNS)) if draw is _domains else SIZE
+                    draw(self, figure := Figure(size, layout="constrained"))
+                    figure.savefig(path := new / f"{name}.png", dpi=DPI, format="png")
+                    pictures[caption] = b64encode(path.read_bytes()).decode()
+            write_text(new / "report.html", render_template("mixture.html", pictures=pictures, **context, **content))
             write_text(new / "law.json", json.dumps(content, allow_nan=False) + "\n")
-
-    def draw(self, folder: Path) -> Iterator[tuple[str, bytes]]:
-        """Save the figures as PNG. Yields their names and bytes."""
-        domains = len(self.law.domains_)
-        for name, (draw, _) in DRAWINGS.items():
-            if draw is not _ternary or domains == len(CORNERS):
-                size = (9.0, 2.8 * -(-domains // COLUMNS)) if draw is _domains else SIZE
-                draw(self, figure := Figure(size, layout="constrained"))
-                figure.savefig(path := folder / f"{name}.png", dpi=DPI, format="png")
-                yield name, path.read_bytes()
 
     def predict(self, weights: Any) -> pd.DataFrame:
         """Return mean losses of mixtures (n, domains) at the planned N and D, with intervals."""
@@ -106,9 +100,8 @@ def _sentences(a: BestMixture) -> list[str]:
 
 def _shares(weights: Mapping[str, float]) -> str:
     largest = sorted(weights.items(), key=lambda item: -item[1])[:NAMED]
-    return ", ".join(f"{name} {fixed(weight)}" for name, weight in largest if weight > 0) + ", …" * (
-        len(weights) > NAMED
-    )
+    named = [f"{name} {fixed(weight)}" for name, weight in largest if weight > 0]
+    return ", ".join(named + ["…"] * (len(weights) > NAMED))
 
 
 def mixture_tables(content: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
@@ -127,10 +120,8 @@ def mixture_tables(content: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
         "Mixtures worth training next": pd.DataFrame(a["next"], range(1, len(a["next"]) + 1)).reset_index(names=""),
         f"Forms, by hold-outs of {a['hold_out']['by']}": forms.reset_index(names="form"),
     }
-    text = {
-        title: table.map(lambda v: fixed(v, 4) if isinstance(v, float) else str(v)) for title, table in tables.items()
-    }
-    return {title: table for title, table in text.items() if len(table)}
+    filled = {title: table for title, table in tables.items() if len(table)}
+    return {title: t.map(lambda v: fixed(v, 4) if isinstance(v, float) else str(v)) for title, t in filled.items()}
 
 
 def _held_out(study: MixtureStudy, figure: Figure) -> None:

@@ -76,7 +76,7 @@ class MixtureGrid(LadderGrid):
         for name, domain in domains.items():
             if domain.max_epochs and f"unique_{name}" in table:  # a heavier domain would be repeated more often
                 low, high = limits.get(name, (0, 1))
-                most = domain.max_epochs * float((table[f"unique_{name}"] / table["D"]).min())
+                most = domain.max_epochs * float((table[f"unique_{name}"] / table["D"]).min()) - 1 / PARTS
                 limits[name] = [low, max(low, min(high, most))]
         simplex, proposed = Simplex.of(domains, self.base, limits), list[list[int]]()
         try:

@@ -25,19 +25,6 @@ BLOCK = 1024  # rows whose windows are found at a time
 GOLDEN = 0x9E3779B97F4A7C15  # CIRCLE / golden ratio
 
 
-def shares(config: DataConfig) -> dict[str, float]:
-    """Return each domain's share of the training tokens."""
-    return with_shares(config).weights
-
-
-def target_shares(config: DataConfig) -> dict[str, float]:
-    """Return each domain's share in `val_loss`, which the shares of the training tokens do not affect."""
-    if config.corpus != "mixture":
-        return {PLAIN: 1.0}
-    target = with_shares(config).target or dict.fromkeys(config.domains, 1.0 / len(config.domains))
-    return {name: float(target.get(name, 0.0)) for name in config.domains}
-
-
 @dataclass(frozen=True)
 class Part:
     """The held-out windows of one domain: rows, bytes of text, and share in the loss."""
@@ -57,13 +44,13 @@ class HeldOutText:
     @classmethod
     def of(cls, data: DataConfig, text: Text) -> HeldOutText:
         """Select the windows, which depend on nothing but the text. Raises UserError if a domain's is too short."""
-        limit, target = data.validation_tokens // len(text), target_shares(data)
+        limit, target = data.validation_tokens // len(text), with_shares(data).target
         windows, parts, start = [], {}, 0
         for name, shards in text.items():
             with in_domain(name):
                 chosen = validation_windows(shards, data.sequence_length, limit)
-            rows = slice(start, start := start + len(chosen))
-            parts[name] = Part(rows, bytes_of(chosen[:, 1:], shards.tokenizer), target[name])
+            rows, share = slice(start, start := start + len(chosen)), target.get(name, 0) if target else 1 / len(text)
+            parts[name] = Part(rows, bytes_of(chosen[:, 1:], shards.tokenizer), float(share))
             windows.append(chosen)
         return cls(np.concatenate(windows), parts)
 
@@ -76,7 +63,7 @@ def open_stream(config: RunConfig, text: Text) -> TrainStream | MixtureStream:
     data, length = config.data, config.data.sequence_length
     if data.corpus != "mixture":
         return TrainStream(text[PLAIN], length, config.seed)
-    streams, planned = {}, shares(data)
+    streams, planned = {}, with_shares(data).weights
     for name, share in planned.items():
         domain, scale = data.domains[name], 1.0 if data.epochs_of is None else min(1.0, config.D / data.epochs_of)
         with in_domain(name):
