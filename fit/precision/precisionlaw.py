@@ -123,8 +123,13 @@ class PrecisionLaw(Estimator):
                 laws[base + suffix] = PrecisionForm(loss_law(form, **options), names, both=not suffix)
             columns = {"N": fitted.N, "D": fitted.D, **dict(zip(PASSES, codes, strict=True)), "loss": fitted.loss}
             if not judged:
-                flexible = laws["bits" if only_bits else "gamma"]
-                counted[np.flatnonzero(keep)[self._outliers(flexible, columns, fitted.weight, name[keep])]] = False
+                with suppress(InputError):  # the runs are too few to judge any
+                    flexible = laws["bits" if only_bits else "gamma"].fit(**columns, weight=fitted.weight)
+                    outliers = find_outliers(flexible)
+                    for row, error in zip(outliers.rows, np.expm1(outliers.residual[outliers.rows]), strict=True):
+                        at = f"{name[keep][row]}, N = {fitted.N[row]:.4g} and D = {fitted.D[row]:.4g}"
+                        self.notes_.append(f"An outlier is left out: {at}, {error:+.1%} off.")
+                    counted[np.flatnonzero(keep)[outliers.rows]] = False
         self.notes_ += [f"{v} is left out: a format needs {LEAST_RUNS} runs or more." for v in {*name} - {*name[keep]}]
         self.laws_ = {form: law for form, law in laws.items() if form in (self.forms or FORMS)}
         if not self.laws_:
@@ -137,16 +142,6 @@ class PrecisionLaw(Estimator):
         self.runs_, self.names_, order = fitted, name[keep], [NONE, *sorted({*name[keep]} - {NONE})]
         self.formats_ = {v: tuple(int(code[self.names_ == v][0]) for code in codes) for v in order}
         return self
-
-    def _outliers(self, law: PrecisionForm, columns: Columns, weight: Array, name: np.ndarray) -> np.ndarray:
-        """Return the rows of outliers of a law, with a note on each; none where the runs are too few to judge any."""
-        with suppress(InputError):
-            outliers = find_outliers(law.fit(**columns, weight=weight))
-            for row in outliers.rows:
-                at = f"{name[row]}, N = {columns['N'][row]:.4g} and D = {columns['D'][row]:.4g}"
-                self.notes_.append(f"An outlier is left out: {at}, {np.expm1(outliers.residual[row]):+.1%} off.")
-            return outliers.rows
-        return np.empty(0, dtype=int)
 
     # Answers.
 
