@@ -37,6 +37,7 @@ from .fields import (
 )
 from .optimizer.registry import OptimizerConfig as OptimizerConfig  # users write `train.config.OptimizerConfig`
 from .parallel.schedules import SCHEDULES
+from .quantization import bits
 
 # Bump when the trainer's arithmetic changes, so that an old result is never used as a new one.
 RECIPE = 3
@@ -284,8 +285,7 @@ class AverageConfig:
 
 
 PASSES = ("weights", "activations", "gradients")  # whose numbers have a format
-# Number formats that a step can simulate.
-FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4", "int8", "int4", "ternary")
+FORMATS = ("none", *bits.FORMATS)  # that a step can simulate
 
 
 @dataclass
@@ -315,9 +315,7 @@ class QuantizationConfig:
 
     def columns(self, precision: str) -> dict[str, str | float]:
         """Return weights_format, weights_bits and so on, for tables. Bits are per number, with its share of scales."""
-        from .quantization.bits import bits
-
-        sizes = {name: bits(precision if f == "none" else f, self.block) for name, f in self.formats.items()}
+        sizes = {name: bits.bits(precision if f == "none" else f, self.block) for name, f in self.formats.items()}
         columns = {f"{name}_format": f for name, f in self._named().items()}
         return columns | {f"{name}_bits": size for name, size in sizes.items()}
 

@@ -74,8 +74,8 @@ class Form:
         self.at = {name: self.m + i for i, name in enumerate(self.priors)}
         self.additive = kind in ("effective", "overfitting")
         lacks = {"A": not (self.additive and np.ptp(points.size)), "a": not np.ptp(points.size)}
-        lacks |= {"p": kind == "exponential", "R": not points.repeats.any()}
-        lacks["b"] = kind == "exponential" and not np.ptp(points.tokens)
+        lacks |= {"p": kind == "exponential", "b": kind == "exponential" and not np.ptp(points.tokens)}
+        lacks |= dict.fromkeys(self.at.keys() & {"R", *PENALTY}, not points.repeats.any())
         self.lacks = {name for name, lack in lacks.items() if lack}
         spread = [TRANSFER_SPREAD] * self.m + [spread for _, spread in self.priors.values()]
         self.precision = np.array(spread) ** -2.0

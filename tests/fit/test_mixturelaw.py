@@ -32,16 +32,23 @@ def swarm(seed=0, n=24, noise=0.003, effect=1.0):
     return table(mixtures, losses * np.exp(noise * rng.standard_normal(losses.shape)))
 
 
-def ladder(seed=0, noise=0.002, repeated=False):
-    """Return three checkpoints of runs at three sizes; if `repeated`, some have caps, and R is 15.4."""
+def repeated_losses(w, N, D, cap, penalty=0.0):
+    """Return losses (1, 3) of a mixture (3,) with R = 15.4 and, with a penalty, over-fitting; cap: unique tokens."""
+    epochs = np.fmax(w * D / cap, 1.0)
+    worth = w * (1 + 15.4 * (1 - np.exp(-(epochs - 1) / 15.4))) / epochs
+    harm = np.where(epochs > 1, penalty * (0.01 * N / cap) ** 0.7 * np.log(w / worth), 0.0)
+    return true_losses(worth, N, D) + harm @ (TRANSFER * worth).T / (TRANSFER @ worth)
+
+
+def ladder(seed=0, noise=0.002, repeated=False, penalty=0.0):
+    """Return three checkpoints of runs at three sizes; if `repeated`, some have caps."""
     rng = np.random.default_rng(seed)
     mixtures, rows = rng.dirichlet(np.ones(3), 15), []
     for run, (N, w) in enumerate((N, w) for N in (1.0, 3.0, 9.0) for w in mixtures):
         cap = rng.choice([0.01, 0.05, np.nan]) if repeated else np.nan
         for D in (2.0, 6.0, 20.0):
-            epochs = np.fmax(w * D / cap, 1.0)
-            worth = w * (1 + 15.4 * (1 - np.exp(-(epochs - 1) / 15.4))) / epochs
-            row = table(w[None], true_losses(worth, N, D) * np.exp(noise * rng.standard_normal(3)))
+            losses = repeated_losses(w, N, D, cap, penalty)
+            row = table(w[None], losses * np.exp(noise * rng.standard_normal(3)))
             rows.append(
                 row.assign(N=N * 1e8, D=D * 1e9, run_id=f"run{run}", **{f"unique_{d}": cap * 1e9 for d in DOMAINS})
             )
@@ -136,10 +143,31 @@ def test_the_worth_of_repeated_tokens_is_recovered():
         law.predict({"code": 1 / 3, "prose": 1 / 3, "web": 1 / 3}, N=9e8, D=2e10, unique=u)
         for u in (None, {"code": 5e7})
     )
-    epochs = 2e10 / 3 / 5e7
-    worth = np.array([(1 + 15.4 * (1 - np.exp(-(epochs - 1) / 15.4))) / epochs, 1, 1]) / 3
-    assert often.loss_code[0] == pytest.approx(true_losses(worth, 9.0, 20.0)[0, 0], rel=0.01)
+    truth = repeated_losses(np.full(3, 1 / 3), 9.0, 20.0, np.array([0.05, np.inf, np.inf]))
+    assert often.loss_code[0] == pytest.approx(truth[0, 0], rel=0.01)
     assert often.loss_code[0] > once.loss_code[0] * 1.02
+
+
+@pytest.mark.parametrize("penalty", [0.02, 0.0])
+def test_a_loss_that_grows_again_with_more_epochs_is_recovered(penalty):
+    runs, D, w = ladder(repeated=True, penalty=penalty), np.geomspace(0.5, 30, 12), np.array([0.4, 0.3, 0.3])
+    laws = [fit.MixtureLaw(forms, draws=20).fit(runs) for forms in (["effective", "overfitting"], ["effective"])]
+    cap = np.array([0.02, np.inf, np.inf])
+    truth = np.array([repeated_losses(w, 9.0, d, cap, penalty)[0, 0] for d in D])
+    both, alone = (law.predict(np.tile(w, (12, 1)), 9e8, D * 1e9, {"code": 2e7}).loss_code.to_numpy() for law in laws)
+    errors, before = (np.abs(np.log(predicted / truth)) for predicted in (both, alone))
+    assert errors.max() < 0.02
+    if penalty:
+        assert abs(both.argmin() - truth.argmin()) <= 1
+        assert both[-1] - both.min() == pytest.approx(truth[-1] - truth.min(), rel=0.3)
+        assert before.max() > 2 * errors.max()
+        assert (laws[0].weights_.loc["overfitting"] > 0.8).all()
+    else:
+        assert np.median(errors) < np.median(before) + 0.001
+
+
+def test_over_fitting_needs_domains_that_are_repeated():
+    assert "overfitting" not in fit.MixtureLaw(draws=5).fit(swarm()).weights_.index
 
 
 def test_a_noisy_mixture_has_wider_intervals_and_a_lower_weight():

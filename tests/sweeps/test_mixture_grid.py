@@ -174,15 +174,25 @@ def test_the_plan_of_the_command_shows_mixtures(tmp_path: Path, capsys: pytest.C
     assert "data.domains has 0 domains; a mixture grid needs data=mixture" in capsys.readouterr().err
 
 
-def test_finished_runs_give_the_mixtures_that_a_law_would_learn_most_from(sweep: SweepDirectory) -> None:
+def test_finished_runs_give_the_mixtures_that_a_law_would_learn_most_from(
+    sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for directory in sweep.runs():
         run = directory.config()
         shares = {name: domain.weight for name, domain in run.data.domains.items()}
         summary = dict.fromkeys(NEEDED, 1.0) | {"step": run.steps, "D": run.D, "N_total": 10_800}
         summary |= {f"val_loss_{name}": 2.0 + math.exp(-3.0 * share) for name, share in shares.items()}
+        summary |= {f"unique_{name}": 25600 for name in shares}
         write_json(directory.path / "summary.json", summary | {f"weight_{name}": shares[name] for name in shares})
         set_state(directory, "done")
     suggestion = suggest_runs(sweep, 8 * flops_exact(sweep.runs()[0].config()))
     assert re.search("by the law of the finished runs, the lowest loss is at code0.3", suggestion.reason)
     points = extend.as_grid(suggestion.grid, "here")
     assert len(extend.add_grid(sweep, prepare.configuration(sweep), points, "a test")) == 8
+    with pytest.raises(UserError, match=r"target_flops is 1e\+20; a sweep of mixtures"):
+        suggest_runs(sweep, 1e13, 1e20)
+    config = prepare.configuration(sweep)
+    config.data.domains["prose"].max_epochs = 1.5  # of 25,600 tokens by runs of 102,400
+    monkeypatch.setattr(prepare, "configuration", lambda _: config)
+    for point in suggest_runs(sweep, 1e13).grid["points"]:
+        assert point["data.domains.prose.weight"] <= 1.5 * 25600 / 102400

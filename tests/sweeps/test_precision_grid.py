@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from fake_sweep import finish, make_config, true_loss, write_sweep
 from isoflop import fit
+from isoflop.sweeps.config import recorded
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.grid.ladder import LadderGrid
 from isoflop.sweeps.grid.precision import PrecisionGrid
 from isoflop.sweeps.plan.trunks import merge_runs
+from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.results.table import write_table
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train.config import PASSES, ModelConfig, QuantizationConfig, RunConfig, run_id
@@ -106,6 +108,16 @@ def test_the_main_law_is_of_the_unquantized_runs_and_formats_have_their_own(
     ):
         code, _, error = isoflop("fit", path, *quick, value)
         assert (code, sentence in error) == (2, True)
+
+
+def test_a_sweep_keeps_the_speed_of_its_formats(finished: SweepDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isoflop.sweeps.results.finish.recorded", lambda settings: config)
+        config = recorded(finished.settings())
+        config.fit.speedup, config.fit.bootstrap, config.fit.intervals = {"int4/int8/none": 9.0}, 0, "noise"
+        assert write_results(finished, force=True)["precision"]["best"][0]["format"] == "int4/int8/none"
+    assert sweep_main(["+grid=precision", *SMOKE[1:], "dry_run=true", "fit.speedup={int8:fast}"]) == 2
+    assert "fit.speedup is {'int8': 'fast'}; it must map formats to numbers above 0" in capsys.readouterr().err
 
 
 def test_two_formats_of_a_sweep_are_compared_by_name(isoflop: Isoflop, finished: SweepDirectory) -> None:
