@@ -190,8 +190,7 @@ def _divided(low: Sequence[int], high: Sequence[int], choose: Callable[[int, int
     parts, left = list[int](), PARTS
     for i in range(len(low)):
         lowest, highest = max(low[i], left - sum(high[i + 1 :])), min(high[i], left - sum(low[i + 1 :]))
-        parts.append(
-            lowest if lowest == highest else min(max(round(choose(i, left, lowest, highest)), lowest), highest)
-        )
+        share = lowest if lowest == highest else round(choose(i, left, lowest, highest))
+        parts.append(min(max(share, lowest), highest))
         left -= parts[-1]
     return parts

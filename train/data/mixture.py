@@ -114,7 +114,9 @@ class MixtureStream:
         first = block * BLOCK
         at = np.uint64(self._start) + np.arange(first, first + BLOCK, dtype=np.uint64) * np.uint64(GOLDEN)  # wraps
         domain = np.searchsorted(np.array(self._ends[1:-1], np.uint64), at, side="right")
-        below = [rows_below(end, first, self._start) for end in self._ends]
+        # Earlier rows below each end: sums of floors count how often the sequence passes a point of the circle.
+        passed = [floor_sum(first, CIRCLE, GOLDEN, self._start + CIRCLE - end) for end in (CIRCLE, *self._ends)]
+        below = [first + passed[0] - count for count in passed[1:]]
         window = np.empty(BLOCK, np.int64)
         for k, name in enumerate(self._read):
             mine, before = domain == k, below[k + 1] - below[k]
@@ -135,13 +137,6 @@ class MixtureStream:
         weights = {f"weight_{name}": share for name, share in self.shares.items()}
         unique = {f"unique_{name}": stream.unique_tokens for name, stream in self.streams.items()}
         return {"unique_tokens": self.unique_tokens, "epochs": self.epochs(tokens), **weights, **unique}
-
-
-def rows_below(end: int, rows: int, start: int) -> int:
-    """Count the rows before row `rows` whose fraction, in units of 1 / CIRCLE, is below `end`."""
-    if end in (0, CIRCLE):
-        return rows if end else 0
-    return floor_sum(rows, CIRCLE, GOLDEN, start) - floor_sum(rows, CIRCLE, GOLDEN, start - end + CIRCLE) + rows
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:

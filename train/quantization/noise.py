@@ -30,9 +30,8 @@ class Noise:
         """Set the keys of a micro-batch, from its tokens (batch, time)."""
         position = torch.arange(tokens.shape[1], device=tokens.device)
         texts = _mixed(tokens * GOLDEN + position).sum(1, keepdim=True)
-        self.rows = self.local_part(
-            _key(_mixed(_mixed(texts + self.seed) + self.step) + GOLDEN * position), 1
-        ).flatten()
+        keys = _key(_mixed(_mixed(texts + self.seed) + self.step) + GOLDEN * position)
+        self.rows = self.local_part(keys, 1).flatten()
 
 
 def column_keys(name: str, columns: Sequence[int], device: torch.device) -> Tensor:
