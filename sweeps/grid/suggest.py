@@ -144,9 +144,8 @@ def suggest_runs(
     assert config.grid is not None
     if (suggestion := config.grid.suggest(sweep, config, budget, max_flops or math.inf, max_runs)) is not None:
         if target_flops is not None:
-            raise UserError(
-                f"target_flops is {target_flops:g}; mixtures are suggested for the sweep's own sizes, leave it out"
-            )
+            remedy = "leave it out, because mixtures are suggested at the sweep's own N and D"
+            raise UserError(f"target_flops is {target_flops:g}; {remedy}")
         return suggestion
     standing = standing or fit_standing(sweep, config, target_flops)
     base = replace(prepare.resolved_base(sweep, config), tokens=0)

@@ -166,10 +166,6 @@ def test_a_loss_that_grows_again_with_more_epochs_is_recovered(penalty):
         assert np.median(errors) < np.median(before) + 0.001
 
 
-def test_over_fitting_needs_domains_that_are_repeated():
-    assert "overfitting" not in fit.MixtureLaw(draws=5).fit(swarm()).weights_.index
-
-
 def test_a_noisy_mixture_has_wider_intervals_and_a_lower_weight():
     rng = np.random.default_rng(2)
     quiet = swarm(2, 24, noise=0.001)
@@ -188,9 +184,9 @@ def test_trees_are_one_of_the_forms():
 
 def test_trees_are_left_out_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
-    law = fit.MixtureLaw(["effective", "trees"]).fit(swarm())
+    law = fit.MixtureLaw().fit(swarm())
     assert "scikit-learn" in law.refused_["trees"]
-    assert [*law.weights_.index] == ["effective"]
+    assert [*law.weights_.index] == ["effective", "exponential"]  # the others need several N, or repeated domains
     with pytest.raises(fit.InputError, match="scikit-learn"):
         fit.MixtureLaw(["trees"]).fit(swarm())
 

@@ -189,7 +189,7 @@ def test_finished_runs_give_the_mixtures_that_a_law_would_learn_most_from(
     assert re.search("by the law of the finished runs, the lowest loss is at code0.3", suggestion.reason)
     points = extend.as_grid(suggestion.grid, "here")
     assert len(extend.add_grid(sweep, prepare.configuration(sweep), points, "a test")) == 8
-    with pytest.raises(UserError, match=r"target_flops is 1e\+20; a sweep of mixtures"):
+    with pytest.raises(UserError, match=r"target_flops is 1e\+20; leave it out"):
         suggest_runs(sweep, 1e13, 1e20)
     config = prepare.configuration(sweep)
     config.data.domains["prose"].max_epochs = 1.5  # of 25,600 tokens by runs of 102,400
