@@ -104,10 +104,9 @@ class PrecisionLaw(Estimator):
         counted, plain = runs.weight > 0, name == NONE
         if not plain.any() or plain.all():
             state = "every run" if plain.all() else "no run"
-            raise InputError(
-                f"{state} of the table is without quantization; a law of precision compares such runs with runs whose "
-                "formats are in columns such as weights_format, weights_bits, or forward and backward."
-            )
+            others = "runs whose formats are in columns such as weights_format, weights_bits, or forward and backward"
+            needs = f"a law of precision compares such runs with {others}"
+            raise InputError(f"{state} of the table is without quantization; {needs}.")
         self.rise_ = RiseLaw.fit(runs.where(counted & plain), self.draws, self.seed, self.notes_)
         named = not all(column.endswith("_bits") for column in format_columns(runs.frame).values())
         only_bits = bool(bits) and not named and counted.sum() < FEW_RUNS * len({*name})

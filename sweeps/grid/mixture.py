@@ -117,10 +117,8 @@ class Simplex:
     def of(cls, domains: Mapping[str, DomainConfig], base: Any = None, bounds: Any = None) -> Simplex:
         """Return the simplex of some domains, with `base` and `bounds` as in MixtureGrid."""
         if len(domains) < 2:
-            raise UserError(
-                f"data.domains has {counted(len(domains), 'domain')}; a mixture grid needs data=mixture and at least "
-                "two, such as data.domains={code:{path:code/},prose:{path:prose/}}"
-            )
+            needs = "data=mixture and at least two, such as data.domains={code:{path:code/},prose:{path:prose/}}"
+            raise UserError(f"data.domains has {counted(len(domains), 'domain')}; a mixture grid needs {needs}")
         configured = {name: domain.weight for name, domain in domains.items()}
         where, weights = ("data.domains", configured) if base is None else ("grid.base", base)
         check_shares(where, weights, domains)

@@ -69,18 +69,14 @@ def open_stream(config: RunConfig, text: Text) -> TrainStream | MixtureStream:
         with in_domain(name):
             whole = TrainStream(text[name], length, config.seed)
         if (cap := domain.unique_tokens) is not None and cap > whole.unique_tokens:
-            raise UserError(
-                f"data.domains.{name}.unique_tokens is {cap:,}; the domain has only {whole.unique_tokens:,} tokens of "
-                "training text"
-            )
+            has = f"the domain has only {whole.unique_tokens:,} tokens of training text"
+            raise UserError(f"data.domains.{name}.unique_tokens is {cap:,}; {has}")
         stream = TrainStream(text[name], length, config.seed, int((cap or whole.unique_tokens) * scale))
         epochs = stream.epochs(round(config.D * share))
         if domain.max_epochs is not None and epochs > domain.max_epochs:
-            raise UserError(
-                f"data.domains.{name}.max_epochs is {domain.max_epochs:g}; {share:.3g} of {config.D:,} tokens are "
-                f"{epochs:.2f} epochs of its {stream.unique_tokens:,} tokens: lower its weight, "
-                "in a grid of mixtures with grid.bounds, or the tokens"
-            )
+            read = f"{share:.3g} of {config.D:,} tokens are {epochs:.2f} epochs of its {stream.unique_tokens:,} tokens"
+            remedy = "lower its weight, in a grid of mixtures with grid.bounds, or the tokens"
+            raise UserError(f"data.domains.{name}.max_epochs is {domain.max_epochs:g}; {read}: {remedy}")
         streams[name] = stream
     return MixtureStream(streams, planned, config.seed)
 

@@ -129,26 +129,21 @@ def check_mixture(data: DataConfig) -> None:
                 raise UserError(f"data.{name} is {value!r}; it must be null unless data.corpus is mixture")
         return
     if not isinstance(domains, dict) or not domains:
-        raise UserError(
-            f"data.domains is {domains!r}; with data.corpus=mixture it must map names to texts, such as "
-            "{code: {path: code/, weight: 0.7}, prose: {path: prose/, weight: 0.3}}"
-        )
+        example = "{code: {path: code/, weight: 0.7}, prose: {path: prose/, weight: 0.3}}"
+        accepted = f"with data.corpus=mixture it must map names to texts, such as {example}"
+        raise UserError(f"data.domains is {domains!r}; {accepted}")
     for name in domains:
         if not DOMAIN_NAME.fullmatch(name):
-            raise UserError(
-                f"data.domains contains {name!r}; a name must be lower-case letters, digits and _, start with a "
-                "letter, and not be se or tokens"
-            )
+            accepted = "lower-case letters, digits and _, start with a letter, and not be se or tokens"
+            raise UserError(f"data.domains contains {name!r}; a name must be {accepted}")
     check_shares("data.domains, the weights,", data.weights, domains)
     if target is not None:
         check_shares("data.target", target, domains)
     if data.fingerprint is None and data.path is not None:
         raise UserError(f"data.path is {data.path!r}; with data.corpus=mixture give each domain its path")
     if data.validation_tokens < (needed := len(domains) * data.sequence_length):
-        raise UserError(
-            f"data.validation_tokens is {data.validation_tokens}; it must be at least {needed}, one sequence of each "
-            "domain"
-        )
+        accepted = f"it must be at least {needed}, one sequence of each domain"
+        raise UserError(f"data.validation_tokens is {data.validation_tokens}; {accepted}")
 
 
 def check_shares(field: str, shares: Any, domains: Mapping[str, Any]) -> None:
@@ -204,9 +199,8 @@ def _check_quantization(config: RunConfig) -> None:
     for name, formats in (("rounding", ["gradients"]), ("block", settings.formats), ("hadamard", settings.formats)):
         value = getattr(settings, name)
         if value not in ("nearest", None, False) and not used.keys() & set(formats):
-            raise UserError(
-                f"quantization.{name} is {value}; it must be unset without a format for {' or '.join(formats)}"
-            )
+            accepted = f"it must be unset without a format for {' or '.join(formats)}"
+            raise UserError(f"quantization.{name} is {value}; {accepted}")
     for name, value in used.items() if config.model.experts else ():
         raise UserError(f"quantization.{name} is {value}; it must be none with model.experts, which stay unquantized")
     rows = list(_quantized_rows(config))
