@@ -74,10 +74,11 @@ class MixtureGrid(LadderGrid):
         count = int(min(budget / price, max(1, max_runs // (repeats * len(shapes)))))
         limits = dict(self.bounds or {})
         for name, domain in domains.items():
-            if domain.max_epochs and f"unique_{name}" in table:  # a heavier domain would be repeated more often
+            if domain.max_epochs and f"unique_{name}" in table:
                 low, high = limits.get(name, (0, 1))
                 most = domain.max_epochs * float((table[f"unique_{name}"] / table["D"]).min()) - 1 / PARTS
-                limits[name] = [low, max(low, min(high, most))]
+                if most < high:  # a heavier domain would be repeated too often
+                    limits[name] = [low, max(low, most)]
         simplex, proposed = Simplex.of(domains, self.base, limits), list[list[int]]()
         try:
             answer = MixtureLaw().fit(table[table["final"]]).best(base.data.target, bounds=limits)
