@@ -149,7 +149,7 @@ class MixtureLaw(Estimator):
     def _weigh_rows(self, data: Data) -> Data:
         """Divide the rows' weights by the relative variance of runs near their mixture."""
         form, points = Form("effective", data.points), data.points
-        theta, _, noise, *_ = fit_form(form, data)
+        theta, _, noise = fit_form(form, data)
         residual = (data.target - form.value(theta, points)[0]) / noise[:, None]
         place = np.column_stack([points.weights, points.size, points.tokens]).round(6)
         _, at, copies = np.unique(place, axis=0, return_inverse=True, return_counts=True)
