@@ -76,9 +76,9 @@ class MixtureGrid(LadderGrid):
         for name, domain in domains.items():
             if domain.max_epochs and f"unique_{name}" in table:
                 low, high = limits.get(name, (0, 1))
-                most = domain.max_epochs * float((table[f"unique_{name}"] / table["D"]).min()) - 1 / PARTS
-                if most < high:  # a heavier domain would be repeated too often
-                    limits[name] = [low, max(low, most)]
+                limit = domain.max_epochs * float((table[f"unique_{name}"] / table["D"]).min()) - 1 / PARTS
+                if limit < high:  # a heavier domain would be repeated too often
+                    limits[name] = [low, max(low, limit)]
         simplex, proposed = Simplex.of(domains, self.base, limits), list[list[int]]()
         try:
             answer = MixtureLaw().fit(table[table["final"]]).best(base.data.target, bounds=limits)

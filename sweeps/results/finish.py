@@ -118,8 +118,8 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None, speedup: dict[s
             f"no run of {sweep.path} is done, so there is nothing to fit yet; see `isoflop status {sweep.path}`"
         )
     if (speedup := speedup or options.speedup) and "weights_format" not in table:
-        given = "--speedup or fit.speedup is given"
-        raise UserError(f"{given}, but no run of {sweep.path} has a number format; leave it out")
+        problem = f"no run of {sweep.path} has a number format"
+        raise UserError(f"--speedup or fit.speedup is given, but {problem}; leave it out")
     costs = None if sweep.is_ingested else account(sweep)
     if costs is not None:
         write_json(sweep.path / COSTS, costs)
