@@ -158,6 +158,8 @@ def test_a_sweep_is_extended_and_suggestions_are_the_next_mixtures_that_the_budg
     for options, sentence in (({}, "one more mixture needs"), ({"max_flops": 1.0}, "every run needs more than 1;")):
         with pytest.raises(UserError, match=sentence):
             suggest_runs(sweep, 0.5 * price, **options)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"target_flops is 1e\+20; leave it out"):
+        suggest_runs(sweep, price, 1e20)
 
 
 def test_the_plan_of_the_command_shows_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,14 +187,11 @@ def test_finished_runs_give_the_mixtures_that_a_law_would_learn_most_from(
         summary |= {f"unique_{name}": 25600 for name in shares}
         write_json(directory.path / "summary.json", summary | {f"weight_{name}": shares[name] for name in shares})
         set_state(directory, "done")
-    suggestion = suggest_runs(sweep, 8 * flops_exact(sweep.runs()[0].config()))
-    assert re.search("by the law of the finished runs, the lowest loss is at code0.3", suggestion.reason)
-    points = extend.as_grid(suggestion.grid, "here")
-    assert len(extend.add_grid(sweep, prepare.configuration(sweep), points, "a test")) == 8
-    with pytest.raises(UserError, match=r"target_flops is 1e\+20; leave it out"):
-        suggest_runs(sweep, 1e13, 1e20)
     config = prepare.configuration(sweep)
     config.data.domains["prose"].max_epochs = 1.5  # of 25,600 tokens by runs of 102,400
     monkeypatch.setattr(prepare, "configuration", lambda _: config)
-    for point in suggest_runs(sweep, 1e13).grid["points"]:
-        assert point["data.domains.prose.weight"] <= 1.5 * 25600 / 102400
+    suggestion = suggest_runs(sweep, 8 * flops_exact(sweep.runs()[0].config()))
+    assert all(point["data.domains.prose.weight"] <= 1.5 / 4 for point in suggestion.grid["points"])
+    assert re.search("by the law of the finished runs, the lowest loss is at code0.3", suggestion.reason)
+    points = extend.as_grid(suggestion.grid, "here")
+    assert len(extend.add_grid(sweep, prepare.configuration(sweep), points, "a test")) == 8

@@ -20,7 +20,7 @@ from isoflop.sweeps.grid.precision import PrecisionGrid
 from isoflop.sweeps.plan.trunks import merge_runs
 from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.results.table import write_table
-from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.directory import FIT_FAILURE, RunDirectory, SweepDirectory
 from isoflop.train.config import PASSES, ModelConfig, QuantizationConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
@@ -110,12 +110,20 @@ def test_the_main_law_is_of_the_unquantized_runs_and_formats_have_their_own(
         assert (code, sentence in error) == (2, True)
 
 
-def test_a_sweep_keeps_the_speed_of_its_formats(finished: SweepDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isoflop.sweeps.results.finish.recorded", lambda settings: config)
-        config = recorded(finished.settings())
-        config.fit.speedup, config.fit.bootstrap, config.fit.intervals = {"int4/int8/none": 9.0}, 0, "noise"
-        assert write_results(finished, force=True)["precision"]["best"][0]["format"] == "int4/int8/none"
+def test_a_sweep_keeps_the_speed_of_its_formats(
+    finished: SweepDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def analyze(*args: Any, speedup: Any = None, **options: Any) -> None:
+        raise RuntimeError(f"speedup {speedup}")
+
+    config = recorded(finished.settings())
+    config.fit.speedup = {"int8": 2.0}
+    monkeypatch.setattr("isoflop.sweeps.results.finish.recorded", lambda settings: config)
+    monkeypatch.setattr(fit, "analyze", analyze)
+    for asked, used in ((None, 2.0), ({"int8": 3.0}, 3.0)):
+        with pytest.raises(RuntimeError, match=f"speedup {{'int8': {used}}}"):
+            write_results(finished, force=True, speedup=asked)
+    (finished.path / FIT_FAILURE).unlink()
     assert sweep_main(["+grid=precision", *SMOKE[1:], "dry_run=true", "fit.speedup={int8:fast}"]) == 2
     assert "fit.speedup is {'int8': 'fast'}; it must map formats to numbers above 0" in capsys.readouterr().err
 
