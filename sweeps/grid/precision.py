@@ -30,8 +30,9 @@ class PrecisionGrid(LadderGrid):
             if len(parts) != len(PASSES) or not {*parts} <= {*FORMATS}:
                 accepted = f"it must be one of {', '.join(FORMATS)}, or three of them, such as int4/int8/none"
                 raise UserError(f"grid.formats contains {name!r}; {accepted}")
-            rounding = "nearest" if parts[2] == "none" else base.quantization.rounding
-            chosen = replace(base.quantization, **dict(zip(PASSES, parts, strict=True)), rounding=rounding)
+            weights, activations, gradients = parts
+            chosen = replace(base.quantization, weights=weights, activations=activations, gradients=gradients)
+            chosen.rounding = "nearest" if gradients == "none" else chosen.rounding
             settings.setdefault(chosen.label, chosen)
         if len(settings) == 1:
             raise UserError(f"grid.formats is [{', '.join(self.formats)}]; it must contain a format other than none")
