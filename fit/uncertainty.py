@@ -188,15 +188,15 @@ def percentile_intervals(draws: Array, level: float) -> Array:
     return np.array([percentile_interval(row, level) for row in rows]).reshape(*points, 2)
 
 
-def excess_scatter(squares: Array, variance: Array, freedom: int) -> float:
-    """Solve sum(squares / (variance + tau^2)) = freedom for tau, the scatter beyond `variance`.
+def excess_scatter(squares: Array, variance: Array, freedom: Any) -> Any:
+    """Solve sum(squares / (variance + tau^2)) = freedom (...) for tau (...), the scatter beyond `variance` (..., n).
 
     `squares` are squared residuals. Returns 0 without a solution (Paule and Mandel 1982).
     """
-    if freedom < 1 or (squares / variance).sum() <= freedom:
-        return 0.0
-    low, high = 0.0, float(np.sqrt(squares.sum() / freedom))  # at `high` the sum is at most `freedom`
-    for _ in range(100):
+    low, high = np.zeros(squares.shape[:-1]), np.sqrt(squares.sum(axis=-1) / np.maximum(freedom, 1))
+    none = (np.asarray(freedom) < 1) | ((squares / variance).sum(axis=-1) <= freedom)
+    for _ in range(60):  # at `high` the sum is at most `freedom`
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if (squares / (variance + middle**2)).sum() > freedom else (low, middle)
-    return 0.5 * (low + high)
+        above = (squares / (variance + middle[..., None] ** 2)).sum(axis=-1) > freedom
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    return np.where(none, 0.0, 0.5 * (low + high))[()]

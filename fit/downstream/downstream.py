@@ -12,17 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..allocation.allocation import own_convention, unlimited
-from ..errors import Array, InputError, floats, positive
+from ..errors import InputError, floats, positive
 from ..table import Runs, RunTable, as_table, ended, numeric
 from .taskforecast import forecast_tasks
 from .tasklaw import TaskLaw
 
-__all__ = ["SignalToNoise", "TaskLaw", "TaskPrediction", "TaskVerdict", "fit_tasks", "signal_to_noise", "task_names"]
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Thresholds chosen by hand unless a source is named.
 FEWEST = 9  # runs: five constants plus a margin
@@ -94,21 +95,18 @@ class TaskVerdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, without the law's data, for JSON."""
-        law = None
-        if self.law:
-            law = {"link": self.law.link, "constants": self.law.constants_}
-        basics = {name: getattr(self, name) for name in ("task", "measure", "runs", "extrapolate", "reason")}
-        signals = {name: signal and asdict(signal) for name, signal in (("score", self.score), ("loss", self.loss))}
-        return basics | signals | {"law": law, "predictions": [asdict(p) for p in self.predictions]}
+        law = self.law and {"link": self.law.link, "constants": self.law.constants_}
+        return asdict(replace(self, law=None)) | {"extrapolate": self.extrapolate, "law": law}
 
     def __repr__(self) -> str:
         if self.reason:
             return f"{self.task}: refused, {self.reason}"
         lines = [f"{self.task}: {self.law!r}"]
         for p in self.predictions:
-            low, high = p.acc_interval
             refusal = f" (refused: {p.reason})" if p.reason else ""
-            lines.append(f"  at {p.flops:.3g} FLOPs: {p.acc:.3f} [{low:.3f}, {high:.3f}]{refusal}")
+            lines.append(
+                f"  at {p.flops:.3g} FLOPs: {p.acc:.3f} [{p.acc_interval[0]:.3f}, {p.acc_interval[1]:.3f}]{refusal}"
+            )
         return "\n".join(lines)
 
 
@@ -129,10 +127,6 @@ def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalT
     return SignalToNoise(spread / scale, noise / scale, ratio, by_luck, source)
 
 
-def task_names(table: RunTable) -> list[str]:
-    return [str(name)[: -len("/acc")] for name in table.frame.columns if str(name).endswith("/acc")]
-
-
 def fit_tasks(table: Runs, targets: Sequence[float] = (), law: Any = None, link: str = "sigmoid") -> list[TaskVerdict]:
     """Fit or refuse every task of the table, and predict it at the optimum of each target budget.
 
@@ -149,147 +143,97 @@ def fit_tasks(table: Runs, targets: Sequence[float] = (), law: Any = None, link:
     goals = positive("target", targets) if len(targets) else np.zeros(0)
     if len(goals) and (law is None or tuple(law.inputs) != ("N", "D") or len(law.data_["N"]) != len(table)):
         raise InputError(f"law is {law!r}; targets need a law of N and D fitted to the {len(table)} runs of the table.")
-    verdicts = [_verdict(task, table, link) for task in task_names(table)]
+    names = (str(name) for name in table.frame.columns)
+    verdicts = [_verdict(name.removesuffix("/acc"), table, link) for name in names if name.endswith("/acc")]
     if not len(goals) or not any(verdict.extrapolate for verdict in verdicts):
         return verdicts
     N, D, _ = unlimited(law, law.constants_, goals, own_convention(law))
     if not (np.isfinite([N, D]).all() and (np.array([N, D]) > 0).all()):
         return [verdict if verdict.reason else replace(verdict, reason=NO_OPTIMUM) for verdict in verdicts]
     ahead = forecast_tasks(table, N, D)
-    ahead = ahead[ahead["metric"] == "acc"].set_index("task")
+    at = {task: rows.assign(C=goals) for task, rows in ahead[ahead["metric"] == "acc"].groupby("task")}
     return [
-        verdict if verdict.reason else replace(verdict, predictions=_predictions(ahead.loc[[verdict.task]], goals))
-        for verdict in verdicts
-    ]
-
-
-def _predictions(rows: Any, goals: Array) -> tuple[TaskPrediction, ...]:
-    return tuple(
-        TaskPrediction(float(C), row.N, row.D, row.value, (row.low, row.high), row.law, row.error, row.reason)
-        for C, row in zip(goals, rows.itertuples(), strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """The rows of a task: finished runs (positions `at` of the table), then checkpoints."""
-
-    measure: str
-    at: np.ndarray
-    run: np.ndarray
-    step: Array
-    final: np.ndarray
-    loss: Array
-    acc: Array
-    acc_se: Array | None
-    chance: float
+        verdict if verdict.reason else replace(verdict, predictions=tuple(
+            TaskPrediction(row.C, row.N, row.D, row.value, (row.low, row.high), row.law, row.error, row.reason)
+            for row in at[verdict.task].itertuples()
+        )) for verdict in verdicts
+    ]  # fmt: skip
 
 
 def _verdict(task: str, table: RunTable, link: str) -> TaskVerdict:
-    rows = _scores(task, table)
-    runs = len(rows.at)
-    if runs < FEWEST:
-        return TaskVerdict(task, rows.measure, runs, f"only {runs} runs have a score; at least {FEWEST} are needed.")
-    acc, loss = rows.acc[rows.final], rows.loss[rows.final]
-    score = signal_to_noise(acc, *_noise(rows, rows.acc, rows.acc_se, table))
-    signal = signal_to_noise(loss, *_noise(rows, rows.loss, None, table))
-    z, by_luck = (float(table.column(f"{task}/acc_z{of}")[rows.at[0]]) for of in ("", "_by_luck"))
+    rows, measure, chance = _scores(task, table)
+    ends, errors = rows[rows["final"]], rows["se"].to_numpy() if rows["se"].notna().all() else None
+    if len(ends) < FEWEST:
+        reason = f"only {len(ends)} runs have a score; at least {FEWEST} are needed."
+        return TaskVerdict(task, measure, len(ends), reason)
+    score, signal = (signal_to_noise(ends[name], *_noise(rows, name)) for name in ("acc", "loss"))
+    z, by_luck = ends[["z", "by_luck"]].iloc[0]
     if by_luck > 0 and (z <= by_luck or score.source == ITEMS):
-        score = replace(score, ratio=z, by_luck=by_luck, source=PAIRED)
-    reason = _refusal(rows, score)
-    if reason:
-        return TaskVerdict(task, rows.measure, runs, reason, score, signal)
-    N, D = (np.full(len(rows.acc), np.nan) for _ in range(2))
-    N[rows.final], D[rows.final] = table.N[rows.at], table.D[rows.at]
-    try:
-        fitted = TaskLaw(link).fit(N, D, rows.loss, rows.acc, rows.acc_se, rows.chance, rows.final)
-    except InputError as error:
-        return TaskVerdict(task, rows.measure, runs, str(error), score, signal)
-    if not fitted.converged_:
-        return TaskVerdict(task, rows.measure, runs, "the fit of its law did not converge.", score, signal)
-    return TaskVerdict(task, rows.measure, runs, "", score, signal, fitted)
+        score = replace(score, ratio=float(z), by_luck=float(by_luck), source=PAIRED)
+    reason, law = _refusal(ends, score, chance), TaskLaw(link)
+    if not reason:
+        try:
+            law.fit(*(rows[name] for name in ("N", "D", "loss", "acc")), errors, chance, rows["final"])
+            reason = "" if law.converged_ else "the fit of its law did not converge."
+        except InputError as error:
+            reason = str(error)
+    return TaskVerdict(task, measure, len(ends), reason, score, signal, None if reason else law)
 
 
-def _scores(task: str, table: RunTable) -> _Scores:
-    frame = table.frame
-    acc, loss, error = (numeric(frame, f"{task}/{name}") for name in ("acc", "gold_bpb", "acc_se"))
-    measure = "gold_bpb" if np.isfinite(loss[table.rows]).any() else "loss"
-    if measure == "loss":
-        loss = numeric(frame, "loss" if "loss" in frame else "val_loss").copy()
-        loss[table.rows] = table.loss
-    scored = np.isfinite(acc) & (loss > 0)
-    at = np.flatnonzero(scored[table.rows])
-    step = numeric(frame, "step")
-    checkpoints, owner = _checkpoints(table, at, step)
-    keep = scored[checkpoints]
-    places = np.concatenate([table.rows[at], checkpoints[keep]])
-    error = np.where(np.isfinite(error), error, np.nanmedian(error) if np.isfinite(error).any() else np.nan)[places]
-    chance = table.column(f"{task}/chance")[at]
-    return _Scores(
-        measure=measure,
-        at=at,
-        run=np.concatenate([table.run_id[at], table.run_id[owner[keep]]]),
-        step=np.where(np.isfinite(step), step, np.inf)[places],
-        final=np.arange(len(places)) < len(at),
-        loss=loss[places],
-        acc=acc[places],
-        acc_se=error if np.isfinite(error).all() and len(places) else None,
-        chance=float(np.median(chance[np.isfinite(chance)])) if np.isfinite(chance).any() else 0.0,
-    )
+def _scores(task: str, table: RunTable) -> tuple[pd.DataFrame, str, float]:
+    """Return the scores of finished runs, then of checkpoints after SKIPPED; the loss that they have; and chance."""
+    import pandas as pd
+
+    frame, measure = table.frame, "gold_bpb"
+    names = {
+        "acc": "acc",
+        "loss": "gold_bpb",
+        "se": "acc_se",
+        "chance": "chance",
+        "z": "acc_z",
+        "by_luck": "acc_z_by_luck",
+    }
+    data = pd.DataFrame({name: numeric(frame, f"{task}/{column}") for name, column in names.items()})
+    data["se"], data["step"] = data["se"].fillna(data["se"].median()), numeric(frame, "step")
+    ends = data.iloc[table.rows].assign(run=table.run_id, N=table.N, D=table.D, final=True)
+    if not np.isfinite(ends["loss"]).any():
+        measure, ends["loss"] = "loss", table.loss
+        data["loss"] = numeric(frame, "loss" if "loss" in frame else "val_loss")
+    parts = [ends[np.isfinite(ends["acc"]) & (ends["loss"] > 0)]]
+    if {"run_id", "final", "step"} <= {*frame.columns}:
+        others = data.assign(run=frame["run_id"].astype(str).to_numpy(), N=np.nan, D=np.nan, final=False)[~ended(frame)]
+        first = others["run"].map(dict(zip(parts[0]["run"], SKIPPED * parts[0]["step"], strict=True)))
+        parts.append(others[(others["step"] >= first) & np.isfinite(others["acc"]) & (others["loss"] > 0)])
+    rows, chance = pd.concat(parts).fillna({"step": np.inf}), parts[0]["chance"].median()
+    return rows, measure, 0.0 if math.isnan(chance) else float(chance)
 
 
-def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Find the checkpoints of the runs with indices `at`, without those in the first share SKIPPED of a run's steps.
-
-    Returns the checkpoints' rows in `table.frame`, and the index of each one's run.
-    """
-    frame = table.frame
-    if not {"run_id", "final", "step"} <= set(frame.columns):
-        return np.zeros(0, dtype=int), np.zeros(0, dtype=int)
-    owner = {table.run_id[i]: i for i in at}
-    names = frame["run_id"].astype(str).to_numpy()
-    mask = np.array([name in owner for name in names]) & ~ended(frame)
-    places = np.flatnonzero(mask)
-    owners = np.array([owner[name] for name in names[places]], dtype=int)
-    late = step[places] >= SKIPPED * step[table.rows[owners]]
-    return places[late], owners[late]
-
-
-def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) -> tuple[float, str]:
-    squares: list[float] = []
-    for run in np.unique(rows.run):
-        places = np.flatnonzero(rows.run == run)
-        last = values[places[np.argsort(rows.step[places], kind="stable")][-LAST:]]
-        if len(last) >= 3:
-            # Half the mean squared difference of neighbours estimates the variance, nearly free of a trend.
-            squares += list(0.5 * np.diff(last) ** 2)
+def _noise(rows: pd.DataFrame, column: str) -> tuple[float, str]:
+    """Return the standard deviation of one score, and where it was measured."""
+    ends, last = rows[rows["final"]], rows.sort_values("step", kind="stable").groupby("run").tail(LAST).groupby("run")
+    # Half the mean squared difference of neighbours estimates the variance, nearly free of a trend.
+    squares = [0.5 * np.diff(values) ** 2 for _, values in last[column] if len(values) >= 3]
     if squares:
-        return math.sqrt(float(np.mean(squares))), "last checkpoints"
-    _, twin = np.unique(np.stack([table.N[rows.at], table.D[rows.at]]), axis=1, return_inverse=True)
-    repeats = [values[rows.final][twin.ravel() == i] for i in range(int(twin.max()) + 1)]
-    freedom = sum(len(group) - 1 for group in repeats)
-    if freedom >= 3:
-        total = sum(float(((group - group.mean()) ** 2).sum()) for group in repeats)
-        return math.sqrt(total / freedom), "runs of one size and length"
-    if errors is not None:
-        return math.sqrt(float(np.mean(errors[rows.final] ** 2))), ITEMS
+        return math.sqrt(np.concatenate(squares).mean()), "last checkpoints"
+    repeats = ends.groupby(["N", "D"])[column]
+    if (freedom := len(ends) - repeats.ngroups) >= 3:
+        return math.sqrt((repeats.var(ddof=0) * repeats.size()).sum() / freedom), "runs of one size and length"
+    if column == "acc" and rows["se"].notna().all():
+        return math.sqrt((ends["se"] ** 2).mean()), ITEMS
     return math.nan, ""
 
 
-def _refusal(rows: _Scores, score: SignalToNoise) -> str:
+def _refusal(ends: pd.DataFrame, score: SignalToNoise, chance: float) -> str:
     """Return why a task may not be extrapolated; empty if it may."""
     from scipy.special import ndtri
-    from scipy.stats import spearmanr
 
     if math.isnan(score.ratio):
         return "the noise of its scores is unknown: the table has no checkpoints, repeated runs or standard errors."
-    acc, loss = rows.acc[rows.final], rows.loss[rows.final]
-    error = score.noise * abs(float(acc.mean())) if rows.acc_se is None else rows.acc_se[rows.final]
-    above = np.where(acc > rows.chance, (acc - rows.chance) / np.maximum(error, 1e-12), 0.0)
-    best = float(above.max())
-    if best <= float(ndtri(1.0 - LUCK / len(acc))):
+    error = ends["se"].fillna(score.noise * abs(float(ends["acc"].mean()))).clip(lower=1e-12)
+    best = float(((ends["acc"] - chance) / error).max())
+    if best <= float(ndtri(1.0 - LUCK / len(ends))):
         return (
-            f"no run is significantly above chance ({rows.chance:.3g}): the best of {len(acc)} is {best:.1f} "
+            f"no run is significantly above chance ({chance:.3g}): the best of {len(ends)} is {max(best, 0.0):.1f} "
             f"standard errors above it."
         )
     if not score.clear and score.source == PAIRED:
@@ -302,7 +246,7 @@ def _refusal(rows: _Scores, score: SignalToNoise) -> str:
             f"its scores span {score.ratio:.1f} times their noise ({score.source}), and noise alone would span "
             f"{score.by_luck:.1f} times; at least {CLEAR * score.by_luck:.1f} is needed."
         )
-    correlation = float(spearmanr(acc, -loss).statistic)
+    correlation = ends["acc"].corr(-ends["loss"], method="spearman")
     if not correlation >= MONOTONE:
         return (
             f"its accuracy does not follow its loss: their rank correlation is {correlation:.2f}, and at least "

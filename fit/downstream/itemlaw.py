@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import ndtr, ndtri, stdtrit
+from scipy.special import ndtr, ndtri, polygamma, stdtrit
 
 from ..errors import Array, Column, InputError, check_level, floats, one_of, positive
 from ..laws.law import Estimator
+from ..uncertainty import excess_scatter
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MIN_RUNS, MIN_ITEMS = 4, 2  # a line of abilities with two degrees of freedom; two items to tell ability from difficulty
 GRID = (33, 22)  # items of different level, and of different slope; a finer grid changed no figure
-ROUNDS, STEPS = 8, 20  # most solutions of the abilities, and steps of the prior in each
+ROUNDS, STEPS = 8, 5  # most solutions of the abilities, and steps of the prior in each
+LEAST = 0.7  # smallest scatter of abilities, in units of their errors; chosen on simulated items
 SETTLED = 1e-3  # change of the abilities that ends them
 SMOOTH = 60.0  # items that the grid's first prior counts as; chosen on simulated items
-TAIL = 0.02  # of a 95 % interval of a difficulty: the prior is estimated; 0.025 held 93 % of simulated margins' items
 # Right/wrong answers say little about one item: difficulties and log discriminations before any answer is seen.
 DIFFICULTIES, DISCRIMINATIONS, SPREAD = (-5.0, 6.0), (0.1, 3.0), (2.0, 0.7)
 TAILS = (np.arange(101) + 0.5) / 101  # levels of the quantiles that stand for a distribution
@@ -70,9 +71,9 @@ class ItemLaw(Estimator):
         self.chance_ = float(chance) if self._binary else 0.0
         self._middle, self._spread, runs = float(x.mean()), float(x.std()), len(x)
         u = (x - self._middle) / self._spread
-        scale, weight = self._grid(y, u)
-        first, ability = weight.copy(), u
-        y = y / scale
+        self._scale, weight = self._grid(y, u)
+        first, ability, scatter = weight.copy(), u, 1.0
+        y = y / self._scale
         for _ in range(ROUNDS):
             likelihood = self._likelihood(y, ability)
             for _ in range(STEPS):
@@ -80,15 +81,20 @@ class ItemLaw(Estimator):
                 weight = (counts + SMOOTH * first) / (y.shape[1] + SMOOTH)
             self._weight = likelihood * weight
             self._weight /= self._weight.sum(axis=1, keepdims=True)
-            before, (ability, information) = ability, self._abilities(y, ability)
-            ability = (ability - ability.mean()) / ability.std()
+            before, (ability, error) = ability, self._abilities(y, ability)
+            line = np.polyval(np.polyfit(u, ability, 1, w=1.0 / np.hypot(error, scatter)), u)
+            scatter = max(excess_scatter((ability - line) ** 2, error**2, runs - 2), LEAST * float(np.median(error)))
+            share = scatter**2 / (scatter**2 + error**2)  # the rest is shrinkage to the line
+            ability = line + share * (ability - line)
+            spread = float(ability.std())
+            ability = (ability - ability.mean()) / spread
             if np.abs(ability - before).max() < SETTLED:
                 break
-        self.ability_, self.ability_se_ = ability, 1.0 / np.sqrt(information)
+        self.ability_, self.ability_se_ = ability, np.sqrt(share) * error / spread
         gain, middle = np.polyfit(u, ability, 1)
-        scatter = np.sqrt(((ability - middle - gain * u) ** 2).sum() / (runs - 2))
-        self.constants_ = {"gain": float(gain), "middle": float(middle), "scatter": float(scatter)}
-        self.items_ = self._table(scale)
+        squares = (ability - middle - gain * u) ** 2 + self.ability_se_**2
+        scatter = float(np.sqrt(squares.sum() / (runs - 2)))
+        self.constants_ = {"gain": float(gain), "middle": float(middle), "scatter": scatter}
         return self
 
     def _position(self, at: Column) -> Array:
@@ -123,8 +129,14 @@ class ItemLaw(Estimator):
             square = ((difficulty - 0.5) / SPREAD[0]) ** 2 + ((np.log(self._slope) + 0.5) / SPREAD[1]) ** 2
         else:
             level, slope = y.mean(axis=0), u @ y / len(u)
-            noise = np.sqrt(((y - level - np.outer(u, slope)) ** 2).sum(axis=0) / (len(u) - 2))
-            scale = np.maximum(noise, max(0.1 * float(np.median(noise)), 1e-6 * float(np.abs(y).max())))
+            noise, freedom = ((y - level - np.outer(u, slope)) ** 2).sum(axis=0) / (len(u) - 2), len(u) - 2
+            usual = max(float(np.median(noise)), 1e-12 * float(np.abs(y).max()) ** 2)
+            noise = np.maximum(noise, 0.01 * usual)
+            # Variances are shrunk to the usual one (Smyth 2004), else items that fit the line by luck weigh most.
+            excess = float(np.log(noise).var()) - float(polygamma(1, 0.5 * freedom))
+            prior = 1.0 + 2.0 / max(excess, 1e-3)  # its degrees of freedom, nearly
+            scale = np.sqrt((prior * usual + freedom * noise) / (prior + freedom))
+            self._prior = prior, prior * usual / scale[:, None] ** 2
             both = np.stack([level, slope]) / scale
             ends = np.quantile(both, [0.002, 0.998], axis=1) + np.array([[-0.3], [0.3]])
             axes = [np.linspace(ends[0, k], ends[1, k], GRID[k]) for k in range(2)]
@@ -140,38 +152,41 @@ class ItemLaw(Estimator):
             p = self._right(argument)
             log = y.T @ np.log(p) + (1 - y).T @ np.log1p(-p)
         else:  # Student's, because the noise is estimated
-            freedom = len(y) - 2
-            square = (y**2).sum(axis=0)[:, None] - 2 * y.T @ argument + (argument**2).sum(axis=0) - freedom
-            log = -0.5 * len(y) * np.log1p(np.maximum(square, 0.0) / freedom)
+            square = (y**2).sum(axis=0)[:, None] - 2 * y.T @ argument + (argument**2).sum(axis=0)
+            log = -0.5 * (len(y) + self._prior[0]) * np.log(self._prior[1] + np.maximum(square, 0.0))
         return np.asarray(np.exp(log - log.max(axis=1, keepdims=True)))
 
     def _right(self, argument: Array) -> Array:
         return np.clip(self.chance_ + (1 - self.chance_) * ndtr(argument), 1e-12, 1 - 1e-12)
 
     def _abilities(self, y: Array, ability: Array) -> tuple[Array, Array]:
-        """Return one Newton step of the abilities, and the information about each, (runs,)."""
-        total, weighted = self._weight.sum(axis=0), y @ self._weight
-        if not self._binary:
-            information = np.full(len(y), total @ self._slope**2)
-            return (weighted @ self._slope - total @ (self._slope * self._level)) / information, information
+        """Return abilities after one step of Newton's method, and their errors, those of the items included."""
         argument = self._level + np.outer(ability, self._slope)
-        p, rise = self._right(argument), self._rise(argument)
-        information = (total * rise**2 / (p * (1 - p))).sum(axis=1)
-        return ability + (((weighted - total * p) * rise) / (p * (1 - p))).sum(axis=1) / information, information
+        if self._binary:
+            p, rise = self._right(argument), self._rise(argument)
+            gain = rise / (p * (1 - p))
+            slopes = y * (gain @ self._weight.T) - (p * gain) @ self._weight.T  # of the log likelihood, by item
+        else:
+            slopes = y * (self._weight @ self._slope) - (argument * self._slope) @ self._weight.T
+        variance = 1.0 / np.maximum((slopes**2).sum(axis=1), 1e-12)
+        return ability + variance * slopes.sum(axis=1), np.sqrt(variance)
 
     def _rise(self, argument: Array) -> Array:
         return (1 - self.chance_) * np.exp(-0.5 * argument**2) / np.sqrt(2 * np.pi) * self._slope
 
-    def _table(self, scale: Array) -> pd.DataFrame:
+    @property
+    def items_(self) -> pd.DataFrame:
+        """Return a DataFrame of the items, see the class."""
         import pandas as pd
 
+        self._fitted()
         difficulty = -self._level / np.where(np.abs(self._slope) < 1e-9, 1e-9, self._slope)
         order = np.argsort(difficulty)
-        below, ordered = np.cumsum(self._weight[:, order], axis=1), difficulty[order]
-        middle, low, high = (
-            ordered[np.minimum((below < level).sum(axis=1), len(order) - 1)] for level in (0.5, TAIL, 1 - TAIL)
-        )
-        columns = {"difficulty": middle, "low": low, "high": high, "discrimination": self._weight @ self._slope * scale}
+        below = np.cumsum(self._weight[:, order], axis=1)
+        levels = {"difficulty": 0.5, "low": 0.025, "high": 0.975}
+        places = {name: np.minimum((below < level).sum(axis=1), len(order) - 1) for name, level in levels.items()}
+        columns = {name: difficulty[order][place] for name, place in places.items()}
+        columns["discrimination"] = self._weight @ self._slope * self._scale
         return pd.DataFrame(columns, index=pd.Index(self.names_, name="item"))
 
     # Answers.
@@ -190,7 +205,8 @@ class ItemLaw(Estimator):
 
     def predict(self, at: ArrayLike) -> Array:
         """Return the accuracy at FLOPs or losses (points,)."""
-        return np.asarray(self.predict_items(self.predict_ability(at)).mean(axis=1))
+        argument = self._level + np.outer(self.predict_ability(at), self._slope)
+        return np.asarray(self._right(argument) @ self._weight.mean(axis=0))
 
     def forecast(self, at: ArrayLike, level: float = 0.95) -> pd.DataFrame:
         """Return acc, low and high of a new run on the fitted items, at FLOPs or losses (points,)."""

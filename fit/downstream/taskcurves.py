@@ -12,6 +12,7 @@ from typing import Self
 import numpy as np
 
 from ..errors import Array
+from ..uncertainty import excess_scatter
 
 FLOOR, TOP, OFFSET, SLOPE = 0.03, 0.1, 4.0, 3.0  # standard deviations of the priors; chosen on Gadre et al.'s C4, RPJ
 ITERATIONS, SCATTERS = 60, 4  # of Levenberg and Marquardt's method; of curves and scatters in turn
@@ -44,12 +45,7 @@ class Curves:
             theta, covariance, information = _minimise(features, y, weight, prior, precision, theta)
             free = np.maximum(runs - np.einsum("pij,pji->p", covariance, information), 1.0)
             square = used * (_value(theta, features)[0] - y) ** 2
-            low, high = np.zeros(P), np.sqrt(square.sum(axis=1) / free) + 1e-9
-            for _ in range(30):  # Paule and Mandel 1982, as `excess_scatter`
-                middle = 0.5 * (low + high)
-                above = (square / (variance + middle[:, None] ** 2)).sum(axis=1) > free
-                low, high = np.where(above, middle, low), np.where(above, high, middle)
-            scatter = np.maximum(middle, 1e-4)
+            scatter = np.maximum(excess_scatter(square, variance, free), 1e-4)
         return cls(theta, covariance, scatter)
 
     def predict(self, features: Array) -> tuple[Array, Array]:

@@ -9,7 +9,8 @@ cut-off of each task. All tasks are fitted at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError, check_level, floats, positive, same_length
 from ..flops import flops_per_token
-from ..forecasting.forecaster import GAP, CutOff, Member, cut_offs, half_width
+from ..forecasting.forecaster import GAP, Member, cut_offs, half_width
 from ..laws.registry import loss_law
 from ..table import Runs, RunTable, as_table, numeric
 from .itemlaw import ItemLaw
@@ -88,52 +89,47 @@ def forecast_tasks(
 
 @dataclass(frozen=True)
 class _Grid:
-    """Runs, then the points of the forecast: log of compute, and features of each law (fits, runs + points, k).
+    """The n runs, then the points of the forecast: compute, and features of each law (fits, n + points, k).
 
-    cuts: hold-outs; the first fit is of all runs. further (points,): log of extrapolation.
+    fitted (fits, n): masks of all runs, then of those below each cut-off. apart (cut-offs, n): log of extrapolation of
+    a tested run, else NaN. loss (fits, n + points): by the law of loss, if there is one.
     """
 
-    run_id: np.ndarray
+    table: RunTable
     N: Array
     D: Array
-    cuts: list[CutOff]
-    masks: np.ndarray
+    compute: Array
+    fitted: np.ndarray
+    apart: Array
     features: dict[str, Array]
     loss: Array | None
-    measured: Array
-    compute: Array
-    further: Array
 
     @classmethod
     def of(cls, table: RunTable, N: Array, D: Array) -> _Grid:
         spend = flops_per_token(table.N, table.D, table.flops)
         compute = np.append(table.flops, (6.0 * N if spend is None else spend(N)) * D)
-        n, sizes, tokens = len(table), np.append(table.N, N), np.append(table.D, D)
+        n, points = len(table), {"N": np.append(table.N, N), "D": np.append(table.D, D)}
         cuts = cut_offs({"N": table.N, "D": table.D}, table.flops, table.group, MIN_RUNS)[:MAX_CUTS]
-        masks = np.array([np.ones(n, dtype=bool), *(cut.fitted for cut in cuts)])
-
-        def scaled(values: Array) -> Array:
-            return (values - values[:n].mean()) / (values[:n].std() or 1.0)
-
-        log = {name: scaled(np.log(values)) for name, values in (("C", compute), ("N", sizes), ("D", tokens))}
-        one = np.ones(len(compute))
-        features = {"compute": np.stack([one, log["C"]], 1)[None], "size": np.stack([one, log["N"], log["D"]], 1)[None]}
-        loss = None
-        try:
-            law = loss_law("chinchilla").fit(table.N, table.D, table.loss, weight=table.weight)
-            member, points = Member.of(law, cuts), {"N": sizes, "D": tokens}
+        fitted, apart = np.ones((1 + len(cuts), n), dtype=bool), np.full((len(cuts), n), np.nan)
+        for k, cut in enumerate(cuts):
+            fitted[k + 1], apart[k, cut.tested] = cut.fitted, cut.further
+        one, (log_C, *log_sizes) = np.ones_like(compute), (_scaled(v, n) for v in (compute, *points.values()))
+        features, loss = {"compute": np.stack([one, log_C], 1)[None]}, None
+        if len(np.unique(table.N)) > 1 and len(np.unique(table.D)) > 1:
+            features["size"] = np.stack([one, *log_sizes], 1)[None]
+        with suppress(InputError):  # N and D that vary together have no law of both
+            member = Member.of(loss_law("chinchilla").fit(table.N, table.D, table.loss, weight=table.weight), cuts)
             logs = [member.log_values(constants, points) for constants in (member.constants, member.rolled)]
             loss = np.exp(np.concatenate(logs, axis=1)).T
-        except InputError:
-            pass  # N and D that vary together have no law of both
         if loss is not None and np.isfinite(loss).all():
             features["loss"] = _of_loss(loss, table.loss)
-        else:
-            loss = None
-        if len(np.unique(table.N)) < 2 or len(np.unique(table.D)) < 2:
-            del features["size"]
-        further = np.maximum(np.log(compute[n:] / table.flops.max()), 0.0)
-        return cls(table.run_id, N, D, cuts, masks, features, loss, table.loss, compute, further)
+        return cls(table, N, D, compute, fitted, apart, features, loss if "loss" in features else None)
+
+
+def _scaled(values: Array, n: int) -> Array:
+    """Return the logarithms of values, scaled so that the first n have mean 0 and variance 1."""
+    logs = np.log(values)
+    return (logs - logs[:n].mean()) / (logs[:n].std() or 1.0)
 
 
 def _of_loss(loss: Array, measured: Array) -> Array:
@@ -166,13 +162,11 @@ def _read(metric: str, table: RunTable) -> _Scores | None:
 
 def _fit_curves(part: _Scores, grid: _Grid, law: str) -> Fits:
     """Fit one law's curves to all runs and to those below each cut-off, for all tasks."""
-    T, K, n = len(part.tasks), len(grid.masks), len(grid.measured)
-    features = grid.features[law]
-    fitted = features[:, :n] if law != "loss" else _of_loss(grid.measured, grid.measured)[None]
-    has_score = np.isfinite(part.value)
-    y, errors = (np.repeat(values, K, axis=0) for values in (part.value, part.variance))
-    used = np.repeat(has_score, K, axis=0) & np.tile(grid.masks, (T, 1))
-    curves = Curves.fit(fitted, y, errors, used, np.repeat(part.floor, K))
+    (T, n), K, features, losses = part.value.shape, len(grid.fitted), grid.features[law], grid.table.loss
+    used = np.repeat(np.isfinite(part.value), K, axis=0) & np.tile(grid.fitted, (T, 1))
+    y, errors, floor = (np.repeat(values, K, axis=0) for values in (part.value, part.variance, part.floor))
+    at_runs = features[:, :n] if law != "loss" else _of_loss(losses, losses)[None]
+    curves = Curves.fit(at_runs, y, errors, used, floor)
     at = features if len(features) == 1 else np.tile(features, (T, 1, 1))
     value, variance = (array.reshape(T, K, -1) for array in curves.predict(at))
     return value, variance, curves.scatter.reshape(T, K)[:, 0]
@@ -180,89 +174,76 @@ def _fit_curves(part: _Scores, grid: _Grid, law: str) -> Fits:
 
 def _fit_items(part: _Scores, grid: _Grid, items: Mapping[str, Any]) -> Fits:
     """Fit the item law of each task with `items`; NaN for a task that has none, or whose items determine no law."""
-    T, K, n = len(part.tasks), len(grid.masks), len(grid.measured)
-    value, variance = np.full((T, K, len(grid.compute)), np.nan), np.zeros((T, K, len(grid.compute)))
+    (T, n), run_id = part.value.shape, grid.table.run_id
+    along, at, seen = "flops", grid.compute[None], grid.table.flops
+    if grid.loss is not None:
+        along, at, seen = "loss", grid.loss, grid.table.loss
+    value, variance = np.full((T, len(grid.fitted), len(grid.compute)), np.nan), np.zeros((T, 1, len(grid.compute)))
     for t, task in enumerate(part.tasks):
-        if task not in items or not {*grid.run_id} <= {*map(str, items[task].index)}:
+        if task not in items or not {*run_id} <= {*map(str, items[task].index)}:
             continue
-        responses = items[task].set_axis(items[task].index.astype(str)).loc[grid.run_id].to_numpy()
-        at = np.tile(grid.compute, (K, 1)) if grid.loss is None else grid.loss
-        along, seen = ("flops", grid.compute[:n]) if grid.loss is None else ("loss", grid.measured)
-        try:
-            for k, mask in enumerate(grid.masks):
-                law = ItemLaw(along).fit(responses[mask], seen[mask], part.floor[t])
-                value[t, k] = law.predict(at[k])
-                if k == 0:
-                    ends = law.forecast(at[0, n:])
-                    variance[t, 0, n:] = ((ends["high"] - ends["low"]) / (2 * 1.96)) ** 2
-        except InputError:
-            value[t] = np.nan
-    return value, variance, np.zeros(T)
+        responses = items[task].set_axis(items[task].index.astype(str)).loc[run_id].to_numpy()
+        with suppress(InputError):
+            laws = [ItemLaw(along).fit(responses[mask], seen[mask], part.floor[t]) for mask in grid.fitted]
+            value[t] = [law.predict(at[k % len(at)]) for k, law in enumerate(laws)]
+            ends = laws[0].forecast(at[0, n:])
+            variance[t, 0, n:] = ((ends["high"] - ends["low"]) / (2 * 1.96)) ** 2
+    return value, np.repeat(variance, len(grid.fitted), axis=1), np.zeros(T)
 
 
-def _forecast(part: _Scores, grid: _Grid, level: float, items: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Return the rows of one metric."""
-    n, tested = len(grid.measured), [cut.tested for cut in grid.cuts]
+def _forecast(part: _Scores, grid: _Grid, level: float, items: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one metric."""
+    n, apart, truth = len(grid.table), grid.apart, part.value[:, None]
     fits = {law: _fit_curves(part, grid, law) for law in grid.features}
-    if items and grid.cuts and part.metric == "acc":
+    if items and len(apart) and part.metric == "acc":
         fits["items"] = _fit_items(part, grid, items)
     value, variance, scatter = (np.stack(arrays) for arrays in zip(*fits.values(), strict=True))  # laws, tasks, ...
     absent = ~np.isfinite(value).all(axis=(2, 3))
-    value = np.where(absent[:, :, None, None], 0.0, value)
-    rolled = [value[:, :, k + 1, :n][..., rows] for k, rows in enumerate(tested)]
-    moves = [
-        (values - part.value[:, rows]) / cut.further**WALK
-        for values, rows, cut in zip(rolled, tested, grid.cuts, strict=True)
-    ]
-    share = np.where(
-        absent, 0.0, _with_typical([np.where(absent[..., None], np.nan, m) for m in moves], absent.shape) ** -POWER
-    )
+    moves = (value[:, :, 1:, :n] - truth) / apart**WALK
+    share = np.where(absent, 0.0, _with_typical(np.where(absent[..., None, None], np.nan, moves)) ** -POWER)
     share = share / share.sum(axis=0)
-    rate = _with_typical([np.einsum("lt,ltn->tn", share, move) for move in moves], absent.shape[1:])
-    middle = np.einsum("lt,ltn->tn", share, value[:, :, 0, n:])
-    far = np.where(grid.further > 0, np.maximum(grid.further, np.log(GAP)), 0.0)
-    sampling = np.median(part.variance, axis=1)
-    wide = half_width(
-        level,
-        [
-            np.einsum("lt,ltn->tn", share, variance[:, :, 0, n:]),
-            DISAGREEMENT * np.einsum("lt,ltn->tn", share, (value[:, :, 0, n:] - middle) ** 2),
-            DRIFT**2 * np.outer(rate, far ** (2 * WALK)),
-            (np.einsum("lt,lt->t", share, scatter**2) + sampling)[:, None],
-        ],
-    )
+    value[absent] = 0.0
+
+    def mean(values: Array) -> Array:
+        return np.einsum("lt,lt...->t...", share, values)
+
+    mixed, ahead = mean(value), value[:, :, 0, n:]
+    middle, held_out = mixed[:, 0, n:], np.where(np.isfinite(apart), mixed[:, 1:, :n], np.nan)
+    further = np.maximum(np.log(grid.compute[n:] / grid.table.flops.max()), 0.0)
+    drift = np.where(further > 0, np.maximum(further, np.log(GAP)), 0.0) ** (2 * WALK)
+    parts = [
+        mean(variance[:, :, 0, n:]),
+        DISAGREEMENT * mean((ahead - middle) ** 2),
+        DRIFT**2 * np.outer(_with_typical((held_out - truth) / apart**WALK), drift),
+        (mean(scatter**2) + np.median(part.variance, axis=1))[:, None],
+    ]
+    wide = half_width(level, parts)
     low, high = np.clip(middle - wide, 0.0, 1.0), np.clip(middle + wide, 0.0, 1.0)
-    held_out = np.concatenate(
-        [np.einsum("lt,ltn->tn", share, values) for values in [value[:, :, 0, :0], *rolled]], axis=1
-    )
-    truth = np.concatenate([part.value[:, :0], *(part.value[:, rows] for rows in tested)], axis=1)
     if part.metric == "gold_bpb":
-        middle, low, high, held_out, truth = (
-            -np.log2(np.maximum(v, 1e-9)) for v in (middle, high, low, held_out, truth)
-        )
-    error, leading = np.sqrt(np.nanmean((held_out - truth) ** 2, axis=1)), np.argmax(share, axis=0)
+        numbers = (middle, high, low, held_out, truth)
+        middle, low, high, held_out, truth = (-np.log2(np.maximum(v, 1e-9)) for v in numbers)
+    error, leading = np.sqrt(np.nanmean((held_out - truth) ** 2, axis=(1, 2))), np.argmax(share, axis=0)
     for t, task in enumerate(part.tasks):
-        size = 1.0 - part.floor[t]
-        for i, (N, D) in enumerate(zip(grid.N, grid.D, strict=True)):
-            row = {"task": task, "metric": part.metric, "N": N, "D": D, "flops": grid.compute[n + i]}
-            useful = VAGUE * (size if part.metric == "acc" else middle[t, i])
-            reason = _refusal(part.value[t], grid, error[t], float(grid.further[i]), low[t, i], high[t, i], useful)
-            ends = dict(zip(("value", "low", "high"), (middle[t, i], low[t, i], high[t, i]), strict=True))
-            ends = dict.fromkeys(ends, np.nan) if reason else ends
-            yield row | ends | {"law": [*fits][leading[t]], "error": error[t], "reason": reason}
+        for i, far in enumerate(further):
+            row = {"task": task, "metric": part.metric, "N": grid.N[i], "D": grid.D[i], "flops": grid.compute[n + i]}
+            useful = VAGUE * (1.0 - part.floor[t] if part.metric == "acc" else middle[t, i])
+            reason = _refusal(
+                part.value[t], error[t], far, np.nanmax(apart, initial=0.0), low[t, i], high[t, i], useful
+            )
+            ends = zip(("value", "low", "high"), (middle[t, i], low[t, i], high[t, i]), strict=True)
+            row |= {name: np.nan if reason else end for name, end in ends}
+            yield row | {"law": [*fits][leading[t]], "error": error[t], "reason": reason}
 
 
-def _with_typical(moves: list[Array], shape: tuple[int, ...]) -> Array:
-    """Return mean squares of moves (..., tasks, tested) over cut-offs; the tasks' median counts as one more cut-off."""
-    if not moves:
-        return np.ones(shape)
-    square = np.stack([np.nanmean(move**2, axis=-1) for move in moves])
-    typical = np.nanmedian(np.nanmean(square, axis=0), axis=-1, keepdims=True)
-    return np.asarray((typical + np.nansum(square, axis=0)) / (1.0 + np.isfinite(square).sum(axis=0)))
+def _with_typical(moves: Array) -> Array:
+    """Return mean squares of moves (..., tasks, cut-offs, runs); the tasks' median counts as one more cut-off."""
+    square = np.nanmean(moves**2, axis=-1)
+    typical = np.nanmedian(np.nanmean(square, axis=-1), axis=-1, keepdims=True) if square.size else np.ones(1)
+    return np.asarray((typical + np.nansum(square, axis=-1)) / (1.0 + np.isfinite(square).sum(axis=-1)))
 
 
-def _refusal(value: Array, grid: _Grid, error: float, further: float, low: float, high: float, useful: float) -> str:
-    """Return why there is no forecast at a point; empty if there is one."""
+def _refusal(value: Array, error: float, further: float, reach: float, low: float, high: float, useful: float) -> str:
+    """Return why there is no forecast at a point, with hold-outs of up to `reach`; empty if there is one."""
     runs = int(np.isfinite(value).sum())
     if runs < MIN_RUNS:
         return f"only {runs} runs have a score; at least {MIN_RUNS} are needed."
@@ -270,7 +251,6 @@ def _refusal(value: Array, grid: _Grid, error: float, further: float, low: float
         return "every run has the same score, which shows no trend."
     if not np.isfinite(error):
         return "no larger run can be held out: below half of the largest compute are too few different runs."
-    reach = max(float(cut.further.max()) for cut in grid.cuts)
     if further > FARTHEST * reach:
         return (
             f"its compute is {np.exp(further):.3g} times that of the largest run; hold-outs of up to "

@@ -12,31 +12,30 @@ The second step weights rows by 1 / (acc_se^2 + tau^2), where tau is the scatter
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.optimize import least_squares
+from scipy.special import expit
 
 from ..errors import Array, Columns, Constants, InputError, Say, enough, floats, one_of, positive, same_length, unboxed
 from ..laws.law import Estimator, Law
 from ..laws.registry import law_class
-from ..solver.forms import LogSumTerms
-from ..solver.solver import Solution, solve
 from ..table import by_name
 from ..uncertainty import excess_scatter
 
 LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
-OFFSETS = np.linspace(-6.0, 4.0, 11)  # starting values of the curve's argument at the mean loss ...
-LOG_SLOPES = np.log([0.2, 0.5, 1.0, 2.0, 5.0])  # ... and of its slope per standard deviation of the loss
-FAR = 15.0  # bound of the curve's argument at the mean loss
+ARGUMENTS, STEEP = (-15.0, 15.0), (0.01, 50.0)  # bounds of the curve's argument at the mean loss, and of its slope
+STARTS = [(a, s) for a in np.linspace(-6.0, 4.0, 11) for s in np.log([0.2, 0.5, 1.0, 2.0, 5.0])]
+TRIED = 3  # of these, the best are followed
+PRECISE: Any = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-12}
 
 
 class TaskLaw(Estimator):
     """A law of a task's accuracy at (N, D), through the task's loss.
 
-    After `fit`: law_ (the first step), constants_ (both steps), scatter_ (tau), items_ (the benchmark's size, or None),
-    converged_.
+    After `fit`: law_ (the first step), constants_ (both steps), scatter_ (tau), converged_.
 
     Parameters
     ----------
@@ -86,106 +85,72 @@ class TaskLaw(Estimator):
         """
         columns = [column for column in (N, D, task_loss, acc) if column is not None]
         N, D, task_loss, acc = by_name("fit", ("N", "D", "task_loss", "acc"), columns, {}).values()
-        self.data_ = _rows(N, D, task_loss, acc, acc_se, final)
+        self.data_ = d = _rows(N, D, task_loss, acc, acc_se, final)
         if chance is not None and not 0 <= chance < 1:
             raise InputError(f"chance is {chance}; it must be at least 0 and below 1, or None to fit it.")
-        self.chance = chance
-        d = self.data_
-        done = d["final"]
         first: Any = self.law.clone()
-        self.law_ = first.fit(d["N"][done], d["D"][done], d["loss"][done])
-        self._curve = _Curve(self.link, d["loss"], d["acc"], chance, self.ceiling)
-        enough(len(np.unique(d["loss"])), self._curve.free, "the curve from task loss to accuracy")
-        self._solve_scatter()
-        self.names = (*self.law_.names, *LINKS[self.link])
-        curve = self._curve.constants(self._theta[None, :])
-        self.constants_ = self.law_.constants_ | {name: float(curve[name][0]) for name in LINKS[self.link]}
-        spread = d["acc"] * (1 - d["acc"]) / np.maximum(d["se"], 1e-12) ** 2  # se^2 = acc (1 - acc) / items
-        self.items_ = round(float(np.median(spread))) if acc_se is not None else None
+        self.law_ = first.fit(*(d[name][d["final"]] for name in ("N", "D", "loss")))
+        self._fit_curve(d["loss"], d["acc"], d["se"], chance)
         return self
 
-    def _solve_scatter(self) -> None:
-        acc, se = self.data_["acc"], self.data_["se"]
-        freedom = len(acc) - self._curve.free
-        self.scatter_ = 0.0
+    def _fit_curve(self, loss: Array, acc: Array, se: Array, chance: float | None) -> None:
+        """Fit the second step in the coordinates floor, ceiling, argument at the mean loss, and log of the slope."""
+        mean, spread = float(loss.mean()), float(loss.std()) or 1.0
+        z, top = (loss - mean) / spread, 1.0 if self.link == "exponential" else self.ceiling
+        floors = (0.0, acc.min()) if chance is None else (chance, chance)
+        bounds = np.array([floors, (acc.max(), 1.0) if top is None else (top, top), ARGUMENTS, np.log(STEEP)])
+        theta, free = bounds[:, 0].copy(), bounds[:, 0] < bounds[:, 1]
+        enough(len(np.unique(loss)), int(free.sum()), "the curve from task loss to accuracy")
+
+        def miss(values: Array, sigma: Any = 1.0) -> Array:
+            theta[free] = values
+            return (self._curve(theta[0], theta[1], theta[2] - np.exp(theta[3]) * z) - acc) / sigma
+
+        starts = [np.array([*bounds[:2].mean(axis=1), *start])[free] for start in STARTS]
+        starts, self.scatter_ = sorted(starts, key=lambda start: (miss(start) ** 2).sum())[:TRIED], 0.0
         for _ in range(30):  # weights and scatter in turn, until the scatter settles
             variance = se**2 + self.scatter_**2
-            self._weight = 1.0 / np.where(variance > 0, variance, 1.0)
-            solution = self._curve.solve(self._weight[None, :])
-            residual = self._curve.form.value(solution.theta)[0][0] - acc
-            before, self.scatter_ = self.scatter_, excess_scatter(residual**2, np.maximum(se**2, 1e-20), freedom)
+            sigma = np.sqrt(np.where(variance > 0, variance, 1.0))
+            fits = [least_squares(miss, s, bounds=bounds[free].T, args=(sigma,), **PRECISE) for s in starts]
+            solution = min(fits, key=lambda fitted: fitted.cost)
+            starts, squares, before = [solution.x], miss(solution.x) ** 2, self.scatter_
+            self.scatter_ = excess_scatter(squares, np.maximum(se**2, 1e-20), len(acc) - int(free.sum()))
             if abs(before - self.scatter_) <= 1e-6 * (self.scatter_ + 1e-12):
                 break
-        self._theta = solution.theta[0]
-        self.converged_ = bool(solution.converged[0]) and self.law_.converged_
+        self.converged_ = solution.success and self.law_.converged_
+        floor, ceiling, offset, slope = (*theta[:3].tolist(), float(np.exp(theta[3])) / spread)
+        values = {"floor": floor, "ceiling": ceiling, "middle": mean + offset / slope, "slope": slope}
+        self.constants_ = self.law_.constants_ | {name: values[name] for name in LINKS[self.link]}
 
-    def task_loss(self, constants: Constants, N: Any, D: Any) -> Array:
-        with np.errstate(over="ignore"):
-            return np.asarray(self.law_.evaluate(constants, N, D))
+    def _curve(self, floor: Any, ceiling: Any, u: Any) -> Any:
+        # 50: a huge accuracy is clipped later, infinity would spoil derivatives.
+        return floor + (np.exp(np.minimum(u, 50.0)) if self.link == "exponential" else (ceiling - floor) * expit(u))
 
     def accuracy(self, constants: Constants, loss: Any) -> Array:
         u = constants["slope"] * (constants["middle"] - loss)
-        top = constants["ceiling"] - constants["floor"] if self.link == "sigmoid" else 1.0
-        return np.asarray(constants["floor"] + top * _shape(self.link, u))
+        return np.asarray(self._curve(constants["floor"], constants.get("ceiling"), u))
 
     def predict(self, N: ArrayLike, D: ArrayLike) -> Any:
         self._fitted()
-        return unboxed(self.accuracy(self.constants_, self.task_loss(self.constants_, floats(N), floats(D))))
+        with np.errstate(over="ignore"):
+            return unboxed(self.accuracy(self.constants_, self.law_.evaluate(self.constants_, floats(N), floats(D))))
 
     def equation(self, say: Say) -> str:
         """Return both steps as text, with each constant written by `say(name)`."""
-        first = self.law_.equation(say).split("= ", 1)[1]
-        u = f"{say('slope')} ({say('middle')} - L)"
-        if self.link == "exponential":
-            return f"acc = {say('floor')} + exp({u}), L = {first}"
-        return f"acc = {say('floor')} + ({say('ceiling')} - {say('floor')}) / (1 + exp(-{u})), L = {first}"
+        floor, u = say("floor"), f"{say('slope')} ({say('middle')} - L)"
+        curve = f"exp({u})"
+        if self.link == "sigmoid":
+            curve = f"({say('ceiling')} - {floor}) / (1 + exp(-{u}))"
+        return f"acc = {floor} + {curve}, L = {self.law_.equation(say).split('= ', 1)[1]}"
 
     def __repr__(self) -> str:
         if not hasattr(self, "constants_"):
             return f"TaskLaw(link={self.link!r}, ceiling={self.ceiling}, law={self.law!r})"
-        state = "converged" if self.converged_ else "NOT converged"
-        return (
-            f"{self.equation(lambda name: f'{self.constants_[name]:.4g}')}   ({len(self.data_['acc'])} points, {state})"
+        equation, state = (
+            self.equation(lambda name: f"{self.constants_[name]:.4g}"),
+            "converged" if self.converged_ else "NOT converged",
         )
-
-
-class _Curve:
-    """The curve from task loss to accuracy, in coordinates (floor, ceiling, argument at the mean loss, log slope)."""
-
-    def __init__(self, link: str, loss: Array, acc: Array, chance: float | None, ceiling: float | None) -> None:
-        self.link, self.acc = link, acc
-        self.mean, self.spread = float(loss.mean()), float(loss.std()) or 1.0
-        self.z = (loss - self.mean) / self.spread
-        at = {name: i for i, name in enumerate(("floor", "ceiling", "offset", "log_slope"))}
-        self.form = LogSumTerms(self._terms, at, len(loss))
-        top = 1.0 if link == "exponential" else ceiling
-        low, high = float(acc.min()), float(acc.max())
-        self.lower = np.array([0.0 if chance is None else chance, high if top is None else top, -FAR, np.log(1e-2)])
-        self.upper = np.array([high if chance is None else chance, 1.0 if top is None else top, FAR, np.log(50.0)])
-        self.free = int((self.lower < self.upper).sum())
-        floor, roof = np.clip(low, self.lower[0], self.upper[0]), 0.5 * (self.lower[1] + self.upper[1])
-        offset, slope = (grid.ravel() for grid in np.meshgrid(OFFSETS, LOG_SLOPES, indexing="ij"))
-        self.starts = np.stack([np.full_like(offset, floor), np.full_like(offset, roof), offset, slope], axis=1)
-
-    def solve(self, weights: Array) -> Solution:
-        """Fit the curve for each row of weights (P, n), from all starts."""
-        starts = np.broadcast_to(self.starts, (len(weights), *self.starts.shape))
-        return solve(self.form, self.acc, weights, starts, self.lower, self.upper, np.inf)
-
-    def constants(self, theta: Array) -> Columns:
-        floor, ceiling, offset, log_slope = theta.T
-        values = {"floor": floor, "ceiling": ceiling, "slope": np.exp(log_slope) / self.spread}
-        values["middle"] = self.mean + offset / values["slope"]
-        return {name: values[name] for name in LINKS[self.link]}
-
-    def _terms(self, v: Mapping[str, Any]) -> list[Any]:
-        height = v["ceiling"] - v["floor"] if self.link == "sigmoid" else 1.0
-        return [v["floor"] + height * _shape(self.link, v["offset"] - np.exp(v["log_slope"]) * self.z)]
-
-
-def _shape(link: str, u: Any) -> Any:
-    # 50: a huge accuracy is clipped later, infinity would spoil derivatives.
-    return np.exp(np.minimum(u, 50.0)) if link == "exponential" else np.exp(-np.logaddexp(0.0, -u))
+        return f"{equation}   ({len(self.data_['acc'])} points, {state})"
 
 
 def _rows(
@@ -201,11 +166,9 @@ def _rows(
         positive(name, rows[name][done])
     accepted = {"acc": (1.0, "a share from 0 to 1"), "se": (np.finfo(float).max, "a finite number, zero or more")}
     for name, (largest, expected) in accepted.items():
-        bad = ~((rows[name] >= 0) & (rows[name] <= largest))
-        if bad.any():
-            first = int(np.argmax(bad))
+        if (bad := ~((rows[name] >= 0) & (rows[name] <= largest))).any():
             field = "acc_se" if name == "se" else name
-            raise InputError(f"{field} is {rows[name][first]:g} in row {first}; it must be {expected}.")
+            raise InputError(f"{field} is {rows[name][bad][0]:g} in row {np.argmax(bad)}; it must be {expected}.")
     if (rows["se"] > 0).any():
         rows["se"] = np.maximum(rows["se"], 0.5 * np.median(rows["se"][rows["se"] > 0]))
     return rows | {"final": done}

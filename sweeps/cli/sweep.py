@@ -59,7 +59,8 @@ def _own(sweep: SweepDirectory) -> SweepDirectory:
     """Return a sweep of isoflop's own runs. Raises UserError for runs of another trainer."""
     if sweep.is_ingested:
         problem = "has runs of another trainer, which starts, stops and repairs them"
-        raise UserError(f"{sweep.path} {problem}; add further ones with `isoflop ingest`")
+        remedy = "train further ones with it, at the N and D of `isoflop suggest`, and add them with `isoflop ingest`"
+        raise UserError(f"{sweep.path} {problem}; {remedy}")
     return sweep
 
 

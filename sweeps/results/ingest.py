@@ -27,6 +27,7 @@ from .table import write_curves, write_table
 MOST = 1e18  # parameters or tokens of a run
 MOST_ROWS = 10_000  # of a run's metrics, evenly spread, in addition to those with a held-out loss
 LAST_SHARE = 0.02  # of the steps, whose mean training loss stands for a missing held-out loss; chosen by hand
+QUIET_SECONDS = 600.0  # without a change, after which a log that does not say its steps has probably ended
 
 
 def ingest(
@@ -59,6 +60,8 @@ def ingest(
                 problems.append(f"{where} does not say N; give --map N=KEY or N=NUMBER, or a config.json next to it")
             elif not 1 <= run.metrics["tokens"].max() < MOST:
                 problems.append(f"{where} does not say its tokens; give --tokens-per-step or --map tokens=KEY")
+            elif twin := next((one for one in runs if _same_run(one, run)), None):
+                problems.append(f"{where} is a log of the run in {twin.source} too, left out")
             else:
                 runs.append(run)
     if not runs:
@@ -66,10 +69,27 @@ def ingest(
         raise UserError(f"{problems[0] if problems else f'there is no log outside of {to}'}{more}")
     with sweep.lock():
         _write(sweep, runs)
+    endless = [run for run in runs if run.kind != "csv" and not {"D", "total_steps"} & {*run.facts}]
+    if growing := sum(time.time() - _modified(run) < QUIET_SECONDS for run in endless):
+        which = f"taken as done, but may still grow: {counted(growing, 'log')} of {len(runs)} without a number of steps"
+        problems.append(f"{which}; ingest again later, or give --map total_steps=NUMBER")
     if trained := sum(run.metrics["val_loss"].isna().all() for run in runs):
         which = f"{counted(trained, 'run')} of {len(runs)} without val_loss"
         problems.append(f"{which}: the last training losses replace it; name it with --map val_loss=KEY")
     return problems + [remark for run in runs for remark in run.remarks]
+
+
+def _same_run(one: ForeignRun, other: ForeignRun) -> bool:
+    """Return whether logs of different kinds, one in or below the other's folder, have the same training losses."""
+    folders = [run.source if run.source.is_dir() else run.source.parent for run in (one, other)]
+    if one.kind == other.kind or not any(a.is_relative_to(b) for a, b in (folders, folders[::-1])):
+        return False
+    both = one.metrics.merge(other.metrics, on="step")[["train_loss_x", "train_loss_y"]].dropna()
+    return len(both) > 1 and bool((both["train_loss_x"] / both["train_loss_y"] - 1).abs().max() < 1e-4)  # float32
+
+
+def _modified(run: ForeignRun) -> float:
+    return max(file.stat().st_mtime for file in [run.source, *run.source.glob("*")])
 
 
 def _write(sweep: SweepDirectory, runs: Sequence[ForeignRun]) -> None:
@@ -126,10 +146,9 @@ def _write_run(sweep: SweepDirectory, run_id: str, run: ForeignRun) -> tuple[Pla
     write_json(folder / "summary.json", counts | summary | {"val_loss": float(ends[loss].mean())})
     config: dict[str, Any] = {"data": {"name": run.kind}, "optimizer": {"learning_rate": float(metrics["lr"].max())}}
     write_atomic(folder / "config.yaml", yaml.safe_dump(config))  # what tables show; it is no RunConfig
-    modified = max(file.stat().st_mtime for file in [run.source, *run.source.glob("*")])
-    write_json(folder / VIEW, asdict(state) | {"since": modified})
+    write_json(folder / VIEW, asdict(state) | {"since": _modified(run)})
     (folder / HEARTBEAT).touch()
-    os.utime(folder / HEARTBEAT, (modified, modified))
+    os.utime(folder / HEARTBEAT, (_modified(run),) * 2)
     shape = {"seed": 0, "sequence_length": max(1, int(facts.get("sequence_length", 1))), "precision": "", "mesh": ""}
     zero = dict.fromkeys(("N_kaplan", "width", "depth", "heads", "estimated_seconds"), 0)
     cost = {"flops_exact": flops, "flops_own": flops, "budget": None, "shape": JobShape(0, 0, 0.0, 0)}
