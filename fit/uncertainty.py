@@ -195,7 +195,7 @@ def excess_scatter(squares: Array, variance: Array, freedom: Any) -> Any:
     """
     low, high = np.zeros(squares.shape[:-1]), np.sqrt(squares.sum(axis=-1) / np.maximum(freedom, 1))
     none = (np.asarray(freedom) < 1) | ((squares / variance).sum(axis=-1) <= freedom)
-    for _ in range(60):  # at `high` the sum is at most `freedom`
+    for _ in range(40):  # at `high` the sum is at most `freedom`
         middle = 0.5 * (low + high)
         above = (squares / (variance + middle[..., None] ** 2)).sum(axis=-1) > freedom
         low, high = np.where(above, middle, low), np.where(above, high, middle)

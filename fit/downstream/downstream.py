@@ -101,12 +101,9 @@ class TaskVerdict:
     def __repr__(self) -> str:
         if self.reason:
             return f"{self.task}: refused, {self.reason}"
-        lines = [f"{self.task}: {self.law!r}"]
+        form, lines = "  at {:.3g} FLOPs: {:.3f} [{:.3f}, {:.3f}]", [f"{self.task}: {self.law!r}"]
         for p in self.predictions:
-            refusal = f" (refused: {p.reason})" if p.reason else ""
-            lines.append(
-                f"  at {p.flops:.3g} FLOPs: {p.acc:.3f} [{p.acc_interval[0]:.3f}, {p.acc_interval[1]:.3f}]{refusal}"
-            )
+            lines.append(form.format(p.flops, p.acc, *p.acc_interval) + f" (refused: {p.reason})" * bool(p.reason))
         return "\n".join(lines)
 
 
@@ -118,8 +115,7 @@ def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalT
     from scipy.special import ndtri
 
     scores = floats(scores)
-    mean, n = float(np.abs(scores.mean())), len(scores)
-    spread = float(np.ptp(scores))
+    mean, spread, n = float(np.abs(scores.mean())), float(np.ptp(scores)), len(scores)
     # Expected range of n standard normals, by Blom's approximation.
     by_luck = 2.0 * float(ndtri((n - 0.375) / (n + 0.25))) if n > 1 else math.inf
     ratio = spread / noise if noise != 0 else (math.inf if spread > 0 else 0.0)
@@ -202,7 +198,7 @@ def _scores(task: str, table: RunTable) -> tuple[pd.DataFrame, str, float]:
     parts = [ends[np.isfinite(ends["acc"]) & (ends["loss"] > 0)]]
     if {"run_id", "final", "step"} <= {*frame.columns}:
         others = data.assign(run=frame["run_id"].astype(str).to_numpy(), N=np.nan, D=np.nan, final=False)[~ended(frame)]
-        first = others["run"].map(dict(zip(parts[0]["run"], SKIPPED * parts[0]["step"], strict=True)))
+        first = others["run"].map(dict(zip(parts[0]["run"], SKIPPED * parts[0]["step"], strict=True))).astype(float)
         parts.append(others[(others["step"] >= first) & np.isfinite(others["acc"]) & (others["loss"] > 0)])
     rows, chance = pd.concat(parts).fillna({"step": np.inf}), parts[0]["chance"].median()
     return rows, measure, 0.0 if math.isnan(chance) else float(chance)

@@ -4,7 +4,8 @@
   right/wrong  P(right) = chance + (1 - chance) Phi(discrimination_i (ability_r - difficulty_i)) (Birnbaum 1968)
 
 Both are solved on a grid of items. Its prior is learnt from all items (Kiefer and Wolfowitz 1956), so an item that all
-runs answer alike is shrunk to what the others allow. Abilities have mean 0 and variance 1 over the fitted runs.
+runs answer alike is shrunk to what the others allow, and an ability that items hardly determine is shrunk to the line.
+Abilities have mean 0 and variance 1 over the fitted runs.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ class ItemLaw(Estimator):
             if np.abs(ability - before).max() < SETTLED:
                 break
         self.ability_, self.ability_se_ = ability, np.sqrt(share) * error / spread
-        gain, middle = np.polyfit(u, ability, 1)
-        squares = (ability - middle - gain * u) ** 2 + self.ability_se_**2
-        scatter = float(np.sqrt(squares.sum() / (runs - 2)))
-        self.constants_ = {"gain": float(gain), "middle": float(middle), "scatter": scatter}
+        gain, middle = np.polyfit(u, ability, 1).tolist()
+        # Abilities err in a run's distance from the line, and in the line: without the latter 85 % to 93 % were inside.
+        squares = ((ability - middle - gain * u) ** 2 + 2.0 * self.ability_se_**2).sum()
+        self.constants_ = {"gain": gain, "middle": middle, "scatter": float(np.sqrt(squares / (runs - 2)))}
         return self
 
     def _position(self, at: Column) -> Array:
@@ -116,9 +117,8 @@ class ItemLaw(Estimator):
         if not 0 <= chance < 1:
             raise InputError(f"chance is {chance}; it must be at least 0 and below 1.")
         if np.ptp(x) < 1e-9 * np.abs(x).max():
-            raise InputError(
-                f"{self.along} is {np.ravel(floats(at))[0]:g} in every run; an item law needs different values."
-            )
+            first = np.ravel(floats(at))[0]
+            raise InputError(f"{self.along} is {first:g} in every run; an item law needs different values.")
 
     def _grid(self, y: Array, u: Array) -> tuple[Array, Array]:
         """Choose the items of the grid; return the scale of each item's responses and a first prior of the grid."""
@@ -147,7 +147,7 @@ class ItemLaw(Estimator):
 
     def _likelihood(self, y: Array, ability: Array) -> Array:
         """Return the likelihood of each item's responses at the grid's items, (items, grid), up to a factor."""
-        argument = self._level + np.outer(ability, self._slope)
+        argument = self._argument(ability)
         if self._binary:
             p = self._right(argument)
             log = y.T @ np.log(p) + (1 - y).T @ np.log1p(-p)
@@ -156,12 +156,15 @@ class ItemLaw(Estimator):
             log = -0.5 * (len(y) + self._prior[0]) * np.log(self._prior[1] + np.maximum(square, 0.0))
         return np.asarray(np.exp(log - log.max(axis=1, keepdims=True)))
 
+    def _argument(self, ability: ArrayLike) -> Array:
+        return np.asarray(self._level + np.atleast_1d(floats(ability))[..., None] * self._slope)
+
     def _right(self, argument: Array) -> Array:
         return np.clip(self.chance_ + (1 - self.chance_) * ndtr(argument), 1e-12, 1 - 1e-12)
 
     def _abilities(self, y: Array, ability: Array) -> tuple[Array, Array]:
         """Return abilities after one step of Newton's method, and their errors, those of the items included."""
-        argument = self._level + np.outer(ability, self._slope)
+        argument = self._argument(ability)
         if self._binary:
             p, rise = self._right(argument), self._rise(argument)
             gain = rise / (p * (1 - p))
@@ -194,8 +197,7 @@ class ItemLaw(Estimator):
     def predict_items(self, ability: ArrayLike) -> Array:
         """Return each item's probability of a right answer, (abilities, items), averaged over its uncertainty."""
         self._fitted()
-        argument = self._level + np.outer(np.atleast_1d(floats(ability)), self._slope)
-        return np.asarray(self._right(argument) @ self._weight.T)
+        return np.asarray(self._right(self._argument(ability)) @ self._weight.T)
 
     def predict_ability(self, at: ArrayLike) -> Array:
         """Return the line's ability at FLOPs or losses (points,)."""
@@ -205,8 +207,7 @@ class ItemLaw(Estimator):
 
     def predict(self, at: ArrayLike) -> Array:
         """Return the accuracy at FLOPs or losses (points,)."""
-        argument = self._level + np.outer(self.predict_ability(at), self._slope)
-        return np.asarray(self._right(argument) @ self._weight.mean(axis=0))
+        return np.asarray(self._right(self._argument(self.predict_ability(at))) @ self._weight.mean(axis=0))
 
     def forecast(self, at: ArrayLike, level: float = 0.95) -> pd.DataFrame:
         """Return acc, low and high of a new run on the fitted items, at FLOPs or losses (points,)."""
@@ -217,7 +218,7 @@ class ItemLaw(Estimator):
         u = (self._position(at) - self._middle) / self._spread
         wide = self.constants_["scatter"] * np.sqrt(1 + (1 + u**2) / runs)  # of a new run about the line
         abilities = middle[:, None] + np.outer(wide, stdtrit(runs - 2, TAILS))
-        mean = self._right(self._level + abilities[..., None] * self._slope) @ self._weight.mean(axis=0)
+        mean = self._right(self._argument(abilities)) @ self._weight.mean(axis=0)
         p = self.predict_items(middle)
         luck = np.sqrt((p * (1 - p)).sum(axis=1)) / p.shape[1]
         drawn = mean[:, :, None] + luck[:, None, None] * ndtri(TAILS)
@@ -227,7 +228,7 @@ class ItemLaw(Estimator):
     def information(self, ability: ArrayLike) -> Array:
         """Return Fisher's information of each item's right or wrong answer about an ability, (abilities, items)."""
         self._fitted()
-        argument = self._level + np.outer(np.atleast_1d(floats(ability)), self._slope)
+        argument = self._argument(ability)
         p = self._right(argument)
         return np.asarray((self._rise(argument) ** 2 / (p * (1 - p))) @ self._weight.T)
 

@@ -9,7 +9,7 @@ cut-off of each task. All tasks are fitted at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from ..errors import Array, InputError, check_level, floats, positive, same_leng
 from ..flops import flops_per_token
 from ..forecasting.forecaster import GAP, Member, cut_offs, half_width
 from ..laws.registry import loss_law
-from ..table import Runs, RunTable, as_table, numeric
+from ..table import Runs, RunTable, as_table
 from .itemlaw import ItemLaw
 from .taskcurves import Curves
 
@@ -34,8 +34,8 @@ MIN_RUNS, MAX_CUTS = 8, 6  # fewest runs of a fit, chosen by hand; cut-offs, fro
 POWER, DRIFT, DISAGREEMENT, WALK = 1.0, 1.0, 1.0, 0.5
 FARTHEST = 2.0  # largest log of extrapolation, in units of the largest that a hold-out tested
 VAGUE = 0.6  # widest useful interval, as a share of (1 - chance), or of the bits per byte; chosen by hand
-METRICS = {"acc": "a share from 0 to 1", "gold_bpb": "zero or more bits per byte"}  # and what is accepted
-Fits = tuple[Array, Array, Array]  # predictions and variances (T, fits, n + points), scatter of runs (T,)
+METRICS = {"acc": (1.0, "a share from 0 to 1"), "gold_bpb": (np.inf, "zero or more bits per byte")}  # what is accepted
+Fits = tuple[Array, Array, Array]  # predictions (T, fits, n + points), variances (T, points), scatter of runs (T,)
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def forecast_tasks(
     grid = _Grid.of(table, sizes, tokens)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # means of nothing are NaN, and have a reason
-        rows = [row for part in parts for row in _forecast(part, grid, level, items or {})]
-    return pd.DataFrame(rows).sort_values(["task", "metric"], kind="stable", ignore_index=True)
+        rows = pd.concat([_forecast(part, grid, level, items or {}) for part in parts])
+    return rows.sort_values(["task", "metric"], kind="stable", ignore_index=True)
 
 
 @dataclass(frozen=True)
@@ -138,22 +138,19 @@ def _of_loss(loss: Array, measured: Array) -> Array:
 
 def _read(metric: str, table: RunTable) -> _Scores | None:
     """Return a metric's scores, or None if no task has any. Raises InputError for accuracies beyond 0 and 1."""
-    frame, rows, columns = table.frame, table.rows, []
-    names = sorted(str(name)[: -len(metric) - 1] for name in frame.columns if str(name).endswith(f"/{metric}"))
-    for task in names:
-        value, error = numeric(frame, f"{task}/{metric}")[rows], numeric(frame, f"{task}/{metric}_se")[rows]
-        chance = numeric(frame, f"{task}/chance")[rows] if metric == "acc" else np.zeros(len(rows))
-        if (wrong := value[(value < 0) | (value > (1 if metric == "acc" else np.inf))]).size:
-            raise InputError(f"{task}/{metric} is {wrong[0]:g}; it must be {METRICS[metric]}.")
-        if not np.isfinite(value).any():
-            continue
+    columns, names = [], sorted(map(str, table.frame.columns))
+    for task in (name.removesuffix(f"/{metric}") for name in names if name.endswith(f"/{metric}")):
+        value, error, chance = (table.column(f"{task}/{name}") for name in (metric, f"{metric}_se", "chance"))
+        if (wrong := value[(value < 0) | (value > METRICS[metric][0])]).size:
+            raise InputError(f"{task}/{metric} is {wrong[0]:g}; it must be {METRICS[metric][1]}.")
         if metric == "gold_bpb":
-            value = np.exp2(-value)
+            value, chance = np.exp2(-value), np.zeros(0)
             error = np.log(2.0) * value * error
         usual = np.median(error[error > 0]) if (error > 0).any() else 0.0
         error = np.maximum(np.where(np.isfinite(error), error, usual), max(0.5 * usual, 1e-4))
-        floor = float(np.median(chance[np.isfinite(chance)])) if np.isfinite(chance).any() else 0.0
-        columns.append((task, value, error**2, floor))
+        chance = chance[np.isfinite(chance)]
+        if np.isfinite(value).any():
+            columns.append((task, value, error**2, np.median(chance) if len(chance) else 0.0))
     if not columns:
         return None
     tasks, *values = zip(*columns, strict=True)
@@ -169,7 +166,7 @@ def _fit_curves(part: _Scores, grid: _Grid, law: str) -> Fits:
     curves = Curves.fit(at_runs, y, errors, used, floor)
     at = features if len(features) == 1 else np.tile(features, (T, 1, 1))
     value, variance = (array.reshape(T, K, -1) for array in curves.predict(at))
-    return value, variance, curves.scatter.reshape(T, K)[:, 0]
+    return value, variance[:, 0, n:], curves.scatter.reshape(T, K)[:, 0]
 
 
 def _fit_items(part: _Scores, grid: _Grid, items: Mapping[str, Any]) -> Fits:
@@ -178,7 +175,7 @@ def _fit_items(part: _Scores, grid: _Grid, items: Mapping[str, Any]) -> Fits:
     along, at, seen = "flops", grid.compute[None], grid.table.flops
     if grid.loss is not None:
         along, at, seen = "loss", grid.loss, grid.table.loss
-    value, variance = np.full((T, len(grid.fitted), len(grid.compute)), np.nan), np.zeros((T, 1, len(grid.compute)))
+    value, variance = np.full((T, len(grid.fitted), len(grid.compute)), np.nan), np.zeros((T, len(grid.N)))
     for t, task in enumerate(part.tasks):
         if task not in items or not {*run_id} <= {*map(str, items[task].index)}:
             continue
@@ -187,12 +184,14 @@ def _fit_items(part: _Scores, grid: _Grid, items: Mapping[str, Any]) -> Fits:
             laws = [ItemLaw(along).fit(responses[mask], seen[mask], part.floor[t]) for mask in grid.fitted]
             value[t] = [law.predict(at[k % len(at)]) for k, law in enumerate(laws)]
             ends = laws[0].forecast(at[0, n:])
-            variance[t, 0, n:] = ((ends["high"] - ends["low"]) / (2 * 1.96)) ** 2
-    return value, np.repeat(variance, len(grid.fitted), axis=1), np.zeros(T)
+            variance[t] = ((ends["high"] - ends["low"]) / (2 * 1.96)) ** 2
+    return value, variance, np.zeros(T)
 
 
-def _forecast(part: _Scores, grid: _Grid, level: float, items: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one metric."""
+def _forecast(part: _Scores, grid: _Grid, level: float, items: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the rows of one metric."""
+    import pandas as pd
+
     n, apart, truth = len(grid.table), grid.apart, part.value[:, None]
     fits = {law: _fit_curves(part, grid, law) for law in grid.features}
     if items and len(apart) and part.metric == "acc":
@@ -212,7 +211,7 @@ def _forecast(part: _Scores, grid: _Grid, level: float, items: Mapping[str, Any]
     further = np.maximum(np.log(grid.compute[n:] / grid.table.flops.max()), 0.0)
     drift = np.where(further > 0, np.maximum(further, np.log(GAP)), 0.0) ** (2 * WALK)
     parts = [
-        mean(variance[:, :, 0, n:]),
+        mean(variance),
         DISAGREEMENT * mean((ahead - middle) ** 2),
         DRIFT**2 * np.outer(_with_typical((held_out - truth) / apart**WALK), drift),
         (mean(scatter**2) + np.median(part.variance, axis=1))[:, None],
@@ -223,16 +222,19 @@ def _forecast(part: _Scores, grid: _Grid, level: float, items: Mapping[str, Any]
         numbers = (middle, high, low, held_out, truth)
         middle, low, high, held_out, truth = (-np.log2(np.maximum(v, 1e-9)) for v in numbers)
     error, leading = np.sqrt(np.nanmean((held_out - truth) ** 2, axis=(1, 2))), np.argmax(share, axis=0)
-    for t, task in enumerate(part.tasks):
-        for i, far in enumerate(further):
-            row = {"task": task, "metric": part.metric, "N": grid.N[i], "D": grid.D[i], "flops": grid.compute[n + i]}
-            useful = VAGUE * (1.0 - part.floor[t] if part.metric == "acc" else middle[t, i])
-            reason = _refusal(
-                part.value[t], error[t], far, np.nanmax(apart, initial=0.0), low[t, i], high[t, i], useful
-            )
-            ends = zip(("value", "low", "high"), (middle[t, i], low[t, i], high[t, i]), strict=True)
-            row |= {name: np.nan if reason else end for name, end in ends}
-            yield row | {"law": [*fits][leading[t]], "error": error[t], "reason": reason}
+    height = 1.0 - part.floor[:, None] if part.metric == "acc" else middle
+    reach, useful = float(np.nanmax(apart, initial=0.0)), np.broadcast_to(VAGUE * height, middle.shape)
+    ends, (tasks, points) = {"value": middle, "low": low, "high": high}, np.indices(middle.shape).reshape(2, -1)
+    about = {"N": grid.N[points], "D": grid.D[points], "flops": grid.compute[n:][points]}
+    about |= {name: values.ravel() for name, values in ends.items()}
+    about |= {"law": np.array([*fits])[leading[tasks]], "error": error[tasks]}
+    rows = pd.DataFrame({"task": np.array(part.tasks)[tasks], "metric": part.metric} | about)
+    rows["reason"] = [
+        _refusal(part.value[t], error[t], further[i], reach, low[t, i], high[t, i], useful[t, i])
+        for t, i in zip(tasks, points, strict=True)
+    ]
+    rows.loc[rows["reason"] != "", [*ends]] = np.nan
+    return rows
 
 
 def _with_typical(moves: Array) -> Array:

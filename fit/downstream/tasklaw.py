@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import least_squares
 from scipy.special import expit
 
-from ..errors import Array, Columns, Constants, InputError, Say, enough, floats, one_of, positive, same_length, unboxed
+from ..errors import Array, Columns, Constants, InputError, enough, floats, one_of, positive, same_length, unboxed
 from ..laws.law import Estimator, Law
 from ..laws.registry import law_class
 from ..table import by_name
@@ -28,6 +28,7 @@ from ..uncertainty import excess_scatter
 LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
 ARGUMENTS, STEEP = (-15.0, 15.0), (0.01, 50.0)  # bounds of the curve's argument at the mean loss, and of its slope
 STARTS = [(a, s) for a in np.linspace(-6.0, 4.0, 11) for s in np.log([0.2, 0.5, 1.0, 2.0, 5.0])]
+CURVE = "({ceiling} - {floor}) / (1 + exp(-{slope} ({middle} - L)))"
 TRIED = 3  # of these, the best are followed
 PRECISE: Any = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-12}
 
@@ -135,22 +136,14 @@ class TaskLaw(Estimator):
         with np.errstate(over="ignore"):
             return unboxed(self.accuracy(self.constants_, self.law_.evaluate(self.constants_, floats(N), floats(D))))
 
-    def equation(self, say: Say) -> str:
-        """Return both steps as text, with each constant written by `say(name)`."""
-        floor, u = say("floor"), f"{say('slope')} ({say('middle')} - L)"
-        curve = f"exp({u})"
-        if self.link == "sigmoid":
-            curve = f"({say('ceiling')} - {floor}) / (1 + exp(-{u}))"
-        return f"acc = {floor} + {curve}, L = {self.law_.equation(say).split('= ', 1)[1]}"
-
     def __repr__(self) -> str:
         if not hasattr(self, "constants_"):
             return f"TaskLaw(link={self.link!r}, ceiling={self.ceiling}, law={self.law!r})"
-        equation, state = (
-            self.equation(lambda name: f"{self.constants_[name]:.4g}"),
-            "converged" if self.converged_ else "NOT converged",
-        )
-        return f"{equation}   ({len(self.data_['acc'])} points, {state})"
+        text = {name: f"{value:.4g}" for name, value in self.constants_.items()}
+        curve = "exp({slope} ({middle} - L))" if self.link == "exponential" else CURVE
+        loss, state = self.law_.equation(text.__getitem__).split("= ", 1)[1], "" if self.converged_ else "NOT "
+        curve = f"acc = {{floor}} + {curve}".format(**text)
+        return f"{curve}, L = {loss}   ({len(self.data_['acc'])} points, {state}converged)"
 
 
 def _rows(

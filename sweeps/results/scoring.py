@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -187,25 +188,22 @@ def forecast_scores(table: pd.DataFrame, answers: Mapping[str, Answers]) -> list
     try:
         runs = next(iter(split(fit.read_table(table)).values()))
         profiles = runs.budget if np.isfinite(runs.budget).all() else runs.flops
-        best = [
-            rows[np.argmin(runs.loss[rows])] for rows in (np.flatnonzero(profiles == C) for C in np.unique(profiles))
-        ]
+        best = pd.Series(runs.loss).groupby(profiles).idxmin().to_numpy()
         compute = np.geomspace(runs.flops.min(), AHEAD * runs.flops.max(), POINTS)
         line = np.polyfit(np.log(runs.flops[best]), np.log(runs.N[best]), min(len(best) - 1, 1))
         N = np.exp(np.polyval(line, np.log(compute)))
-        tasks = {task for of_run in answers.values() for task, measures in of_run.items() if "margin" in measures}
-        by_run = {
-            task: {run: a[task]["margin"] for run, a in answers.items() if "margin" in a.get(task, {})}
-            for task in tasks
-        }
-        items = {task: pd.DataFrame(margins).T.dropna(axis=1) for task, margins in by_run.items()}
+        margins = defaultdict[str, dict[str, Any]](dict)
+        for run, of_run in answers.items():
+            for task, measures in of_run.items():
+                if "margin" in measures:
+                    margins[task][run] = pd.Series(measures["margin"])
+        items = {task: pd.DataFrame(by_run).T.dropna(axis=1) for task, by_run in margins.items()}
         spend = flops_per_token(runs.N, runs.D, runs.flops)
         D = compute / (6.0 * N if spend is None else spend(N))
         ahead = fit.forecast_tasks(runs, N, D, items=items)
     except fit.InputError:  # no task, or a table without a law
         return []
-    rows: list[dict[str, Any]] = ahead.to_dict("records")  # type: ignore[assignment]
-    return rows
+    return ahead.to_dict("records")  # type: ignore[return-value]
 
 
 def chosen_checkpoints(finals: list[dict[str, Any]], limit: int = MOST) -> list[dict[str, Any]]:

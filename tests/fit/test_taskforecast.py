@@ -26,17 +26,19 @@ def responses(seed, kind, chance=0.0):
 
 @pytest.mark.parametrize(("kind", "chance"), [("margin", 0.0), ("right", 0.25)])
 def test_abilities_and_difficulties_come_back_and_their_intervals_hold(kind, chance):
-    held, of_items = [], []
+    held, of_items, of_runs = [], [], []
     for seed in range(8):
         C, ability, slope, difficulty, drawn, p = responses(seed, kind, chance)
         law = fit.ItemLaw().fit(drawn[:RUNS], C[:RUNS], chance)
         assert np.corrcoef(law.ability_, ability[:RUNS])[0, 1] > 0.97
         assert np.corrcoef(law.items_["difficulty"].rank(), difficulty.argsort().argsort())[0, 1] > 0.8
+        of_runs.append(np.abs(law.ability_ - ability[:RUNS]) <= 1.96 * law.ability_se_)
         of_items.append(law.items_["low"].le(difficulty).to_numpy() & law.items_["high"].ge(difficulty).to_numpy())
         ahead = law.forecast(C[RUNS:])
         truth = (drawn[RUNS:] > 0).mean(axis=1)
         held.append(ahead["low"].le(truth) & ahead["high"].ge(truth))
-    assert 0.91 <= np.mean(of_items) <= 0.98
+    assert 0.93 <= np.mean(of_items) <= 0.98
+    assert 0.91 <= np.mean(of_runs) <= 0.99
     assert np.mean(held) >= 0.8
     np.testing.assert_allclose(law.predict_items(ability[RUNS:]).mean(axis=1), p[RUNS:].mean(axis=1), atol=0.03)
     # Items inform most near their difficulty, and the subset is made of these.

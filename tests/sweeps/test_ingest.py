@@ -112,6 +112,21 @@ def test_a_growing_log_adds_what_is_new_and_loses_nothing(isoflop: Isoflop, tmp_
     )
 
 
+def test_two_logs_of_a_run_are_one_run_and_a_log_without_its_steps_may_grow(isoflop: Isoflop, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "logs/a.jsonl", 100)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    state = {"log_history": [{name: line[name] for name in ("step", "loss", "params")} for line in lines]}
+    (tmp_path / "logs/trainer_state.json").write_text(json.dumps(state))
+    code, output, error = isoflop("ingest", tmp_path / "logs", "--to", tmp_path / "one", "--tokens-per-step", "1000")
+    assert (code, output.partition(";")[0]) == (0, "1 run, 1 done")
+    assert f"is a log of the run in {log} too, left out" in " ".join(error.split())
+    assert "may still grow" not in error
+    log.write_text("".join(f'{{"step": {line["step"]}, "loss": {line["loss"]}, "params": 1e6}}\n' for line in lines))
+    _, output, error = isoflop("ingest", log, "--to", tmp_path / "two", "--tokens-per-step", "1000")
+    assert output.startswith("1 run, 1 done")
+    assert "may still grow: 1 log of 1 without a number of steps" in " ".join(error.split())
+
+
 def test_a_diverged_run_is_no_row_of_the_table(isoflop: Isoflop, tmp_path: Path) -> None:
     write_log(tmp_path / "logs/good.jsonl", 100)
     log = write_log(tmp_path / "logs/bad.jsonl", 50)
