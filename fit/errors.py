@@ -40,16 +40,16 @@ def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
 
     Raises InputError if a value lies outside [LEAST, MOST].
     """
-    numbers = _checked(name, values, rows, "a finite number above zero", lambda v: v > 0)
-    return _checked(name, numbers, rows, f"from {LEAST:g} to {MOST:g}", lambda v: (v >= LEAST) & (v <= MOST))
+    numbers = check_numbers(name, values, rows, "a finite number above zero", lambda v: v > 0)
+    return check_numbers(name, numbers, rows, f"from {LEAST:g} to {MOST:g}", lambda v: (v >= LEAST) & (v <= MOST))
 
 
 def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
     if values is None:
         return np.ones(points)
-    checked = _checked("weight", values, rows, "a finite number, zero or more", lambda v: v >= 0)
+    checked = check_numbers("weight", values, rows, "a finite number, zero or more", lambda v: v >= 0)
     inside = f"zero, or from {LEAST:g} to {MOST:g}"
-    checked = _checked("weight", checked, rows, inside, lambda v: (v == 0) | (v >= LEAST) & (v <= MOST))
+    checked = check_numbers("weight", checked, rows, inside, lambda v: (v == 0) | (v >= LEAST) & (v <= MOST))
     if not checked.any():
         raise InputError("weight is zero in every row; at least one row must count.")
     return checked
@@ -118,7 +118,8 @@ def identifiable(N: Array, D: Array) -> None:
         )
 
 
-def _checked(name: str, values: ArrayLike, rows: Any, expected: str, accept: Any) -> Array:
+def check_numbers(name: str, values: ArrayLike, rows: Any, expected: str, accept: Any) -> Array:
+    """Return `values` as a float64 array (n,) of finite numbers that `accept` accepts, or raise InputError."""
     try:
         array = np.asarray(values)
         if array.dtype.kind in "bcmM":

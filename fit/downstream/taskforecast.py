@@ -1,9 +1,12 @@
 """Forecasts of benchmark tasks by several laws, weighted by how well each predicted larger runs.
 
-The laws, with chance and ceiling as parameters (`taskcurves.py`): in compute; in N and D; in the loss, which a law of N
-and D predicts (two steps); and, where items are stored, their `ItemLaw` in that loss. As in `Forecaster`, every law is
-fitted to the runs below each cut-off of compute and predicts the others. The tasks' typical error counts as one more
-cut-off of each task. All tasks are fitted at once.
+The laws are in compute; in N and D; in the loss, which a law of N and D predicts (two steps); and, where items are
+stored, their `ItemLaw` in that loss. As in `Forecaster`, every law is fitted to the runs below each cut-off of compute
+and predicts the others. The tasks' typical error counts as one more cut-off of each task.
+
+The first three are curves floor + (top - floor) exp(-exp(-u)), u linear in features. With u = w log C + b, the negative
+logarithm of the share of the height is a power of compute (arXiv:2512.08894). Floor and top are parameters with a
+prior. Bits per byte b follow the same curve as 2^-b: above the floor, b = E + A C^-w.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from ..errors import Array, InputError, check_level, floats, positive, same_leng
 from ..flops import flops_per_token
 from ..forecasting.forecaster import GAP, Member, cut_offs, half_width
 from ..laws.registry import loss_law
+from ..solver.forms import LogSumTerms
+from ..solver.solver import solve
 from ..table import Runs, RunTable, as_table
+from ..uncertainty import excess_scatter
 from .itemlaw import ItemLaw
-from .taskcurves import Curves
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,6 +37,8 @@ MIN_RUNS, MAX_CUTS = 8, 6  # fewest runs of a fit, chosen by hand; cut-offs, fro
 # Chosen on Gadre et al.'s C4 and RPJ, as in constants/forecast.yaml. WALK: errors grow with this power of the log of
 # extrapolation.
 POWER, DRIFT, DISAGREEMENT, WALK = 1.0, 1.0, 1.0, 0.5
+FLOOR, TOP, OFFSET, SLOPE = 0.03, 0.1, 4.0, 3.0  # standard deviations of the curves' priors
+SCATTERS, FAR = 4, 30.0  # solutions of curves and scatters in turn; bound of u and of the parameters
 FARTHEST = 2.0  # largest log of extrapolation, in units of the largest that a hold-out tested
 VAGUE = 0.6  # widest useful interval, as a share of (1 - chance), or of the bits per byte; chosen by hand
 METRICS = {"acc": (1.0, "a share from 0 to 1"), "gold_bpb": (np.inf, "zero or more bits per byte")}  # what is accepted
@@ -158,15 +165,44 @@ def _read(metric: str, table: RunTable) -> _Scores | None:
 
 
 def _fit_curves(part: _Scores, grid: _Grid, law: str) -> Fits:
-    """Fit one law's curves to all runs and to those below each cut-off, for all tasks."""
+    """Fit one law's curves to all runs and to those below each cut-off, for all tasks at once."""
     (T, n), K, features, losses = part.value.shape, len(grid.fitted), grid.features[law], grid.table.loss
     used = np.repeat(np.isfinite(part.value), K, axis=0) & np.tile(grid.fitted, (T, 1))
-    y, errors, floor = (np.repeat(values, K, axis=0) for values in (part.value, part.variance, part.floor))
-    at_runs = features[:, :n] if law != "loss" else _of_loss(losses, losses)[None]
-    curves = Curves.fit(at_runs, y, errors, used, floor)
-    at = features if len(features) == 1 else np.tile(features, (T, 1, 1))
-    value, variance = (array.reshape(T, K, -1) for array in curves.predict(at))
-    return value, variance[:, 0, n:], curves.scatter.reshape(T, K)[:, 0]
+    y, variance, floor = (np.repeat(values, K, axis=0) for values in (part.value, part.variance, part.floor))
+    form = _curves(features[:, :n] if law != "loss" else _of_loss(losses, losses)[None])
+    more = [[0.0]] * (form.parameters - 3)
+    prior = np.stack([floor, *np.tile([[1.0], [-1.0], *more], T * K)], axis=1)
+    precision, bound = np.array([FLOOR, TOP, OFFSET, *(SLOPE for _ in more)]) ** -2.0, np.full(form.parameters, FAR)
+    theta, scatter = prior.copy(), np.full(T * K, 0.01)
+    theta[:, 3:] = 0.3
+    target, variance = np.concatenate([np.where(used, y, 0.0), prior], axis=1), np.where(used, variance, 1.0)
+    for _ in range(SCATTERS):
+        weight = np.concatenate([used / (variance + scatter[:, None] ** 2), np.tile(precision, (T * K, 1))], axis=1)
+        theta = solve(form, target, weight, theta[:, None], -bound, bound, np.inf).theta
+        value, (slopes, *_) = form.value(theta)
+        covariance = np.linalg.inv((slopes * weight[..., None]).transpose(0, 2, 1) @ slopes)
+        free = used.sum(axis=1) - np.sum(1.0 - np.einsum("pii->pi", covariance) * precision, axis=1)
+        square = used * (value - target)[:, :n] ** 2
+        scatter = np.maximum(excess_scatter(square, variance, np.maximum(free, 1.0)), 1e-4)
+    value, (slopes, *_) = _curves(features if len(features) == 1 else np.tile(features, (T, 1, 1))).value(theta)
+    error = np.einsum("pni,pij,pnj->pn", slopes, covariance, slopes)
+    value, error = (array[:, : features.shape[1]].reshape(T, K, -1) for array in (value, error))
+    return value, error[:, 0, n:], scatter.reshape(T, K)[:, 0]
+
+
+def _curves(features: Array) -> LogSumTerms:
+    """Return the form of curves at features (1 or curves, n, k), followed by the parameters, which have priors."""
+    _, n, k = features.shape
+    columns = np.pad(features, ((0, 0), (0, k + 2), (0, 0)))
+    curve, itself = np.repeat([1.0, 0.0], (n, k + 2)), np.eye(n + k + 2)[:, n:]
+
+    def terms(v: Mapping[str, Any]) -> list[Any]:
+        floor, top, *weights = v.values()
+        u = sum(weight * columns[..., i] for i, weight in enumerate(weights))
+        share = np.exp(-np.exp(np.minimum(-u, FAR)))
+        return [curve * (floor + (top - floor) * share) + sum(itself[:, i] * one for i, one in enumerate(v.values()))]
+
+    return LogSumTerms(terms, {str(i): i for i in range(k + 2)}, n + k + 2)
 
 
 def _fit_items(part: _Scores, grid: _Grid, items: Mapping[str, Any]) -> Fits:

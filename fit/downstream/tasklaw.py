@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import least_squares
 from scipy.special import expit
 
-from ..errors import Array, Columns, Constants, InputError, enough, floats, one_of, positive, same_length, unboxed
+from ..errors import Array, InputError, check_numbers, enough, floats, one_of, positive, same_length, unboxed
 from ..laws.law import Estimator, Law
 from ..laws.registry import law_class
 from ..table import by_name
@@ -127,7 +127,7 @@ class TaskLaw(Estimator):
         # 50: a huge accuracy is clipped later, infinity would spoil derivatives.
         return floor + (np.exp(np.minimum(u, 50.0)) if self.link == "exponential" else (ceiling - floor) * expit(u))
 
-    def accuracy(self, constants: Constants, loss: Any) -> Array:
+    def accuracy(self, constants: dict[str, Any], loss: Any) -> Array:
         u = constants["slope"] * (constants["middle"] - loss)
         return np.asarray(self._curve(constants["floor"], constants.get("ceiling"), u))
 
@@ -148,20 +148,16 @@ class TaskLaw(Estimator):
 
 def _rows(
     N: ArrayLike, D: ArrayLike, loss: ArrayLike, acc: ArrayLike, se: ArrayLike | None, final: ArrayLike | None
-) -> Columns:
+) -> dict[str, Array]:
     """Check the arguments of `TaskLaw.fit` and return them as columns; `se` is raised to half its median at least."""
-    rows = {name: np.atleast_1d(floats(v)) for name, v in (("N", N), ("D", D), ("acc", acc))}
-    rows["loss"] = positive("task_loss", loss)
-    rows["se"] = np.zeros(len(rows["acc"])) if se is None else floats(se)
+    rows = {name: np.atleast_1d(floats(v)) for name, v in (("N", N), ("D", D))} | {"loss": positive("task_loss", loss)}
+    rows["acc"] = check_numbers("acc", acc, None, "a share from 0 to 1", lambda v: (v >= 0) & (v <= 1))
+    se = np.zeros(len(rows["acc"])) if se is None else se
+    rows["se"] = check_numbers("acc_se", se, None, "a finite number, zero or more", lambda v: v >= 0)
     done = np.ones(len(rows["acc"]), dtype=bool) if final is None else np.asarray(final).astype(bool)
     same_length(**rows, final=done)
     for name in ("N", "D"):
         positive(name, rows[name][done])
-    accepted = {"acc": (1.0, "a share from 0 to 1"), "se": (np.finfo(float).max, "a finite number, zero or more")}
-    for name, (largest, expected) in accepted.items():
-        if (bad := ~((rows[name] >= 0) & (rows[name] <= largest))).any():
-            field = "acc_se" if name == "se" else name
-            raise InputError(f"{field} is {rows[name][bad][0]:g} in row {np.argmax(bad)}; it must be {expected}.")
     if (rows["se"] > 0).any():
         rows["se"] = np.maximum(rows["se"], 0.5 * np.median(rows["se"][rows["se"] > 0]))
     return rows | {"final": done}
