@@ -43,7 +43,20 @@ def train_external(config: RunConfig, directory: Path, stop: Callable[[], bool],
     report(f"starts {shlex.join(command)}")
     with closing(Records(config, directory, report)) as records:
         with Program(command, folder, directory / "log.txt") as program:
-            code, stopped, hung = records.follow(program, stop)
+            code: int | None = None
+            stopped, hung, printed = False, False, 0
+            last_sign, next_read = time.monotonic(), time.monotonic() + READ_SECONDS
+            while code is None and not (stopped or hung or program.error):
+                code, now, new = program.wait(LOOK_SECONDS), time.monotonic(), False
+                if code:
+                    time.sleep(LOOK_SECONDS)  # the signal of SLURM may have come to the program first
+                stopped = stop()
+                if code is None and now > next_read:
+                    new = records.read()
+                    next_read = time.monotonic() + max(READ_SECONDS, (time.monotonic() - now) / READ_SHARE)
+                if new or program.printed > printed:
+                    printed, last_sign = program.printed, now
+                hung = now > last_sign + trainer.silence_seconds
             if code is None and not program.stop(trainer.grace_seconds):
                 report(f"the program ignored TERM for trainer.grace_seconds {trainer.grace_seconds:g} and is killed")
         records.read()
@@ -73,26 +86,6 @@ class Records:
         self._problem = ""
         self._lines = JsonLines(directory / "metrics.jsonl")
         self._tracker = Tracker(config, run_id(config), directory, report)
-
-    def follow(self, program: Program, should_stop: Callable[[], bool]) -> tuple[int | None, bool, bool]:
-        """Follow a program until it ends, must stop, or hangs.
-
-        Returns the exit code (None: it still runs), whether it must stop, and whether it hangs.
-        """
-        printed, last_sign, next_read = 0, time.monotonic(), time.monotonic() + READ_SECONDS
-        while True:
-            code, now, new = program.wait(LOOK_SECONDS), time.monotonic(), False
-            if code:
-                time.sleep(LOOK_SECONDS)  # the signal of SLURM may have come to the program first
-            stop = should_stop()
-            if code is None and now > next_read:
-                new = self.read()
-                next_read = time.monotonic() + max(READ_SECONDS, (time.monotonic() - now) / READ_SHARE)
-            if new or program.printed > printed:
-                printed, last_sign = program.printed, now
-            hung = now > last_sign + self.config.trainer.silence_seconds
-            if code is not None or stop or hung or program.error is not None:
-                return code, stop, hung
 
     def read(self) -> bool:
         """Read the program's log, and write the rows that are new. Returns whether there are any."""
