@@ -158,12 +158,12 @@ def fit_tasks(table: Runs, targets: Sequence[float] = (), law: Any = None, link:
 
 def _verdict(task: str, table: RunTable, link: str) -> TaskVerdict:
     rows, measure, chance = _scores(task, table)
-    ends, errors = rows[rows["final"]], rows["se"].to_numpy() if rows["se"].notna().all() else None
+    ends, errors = rows[rows["final"]], rows["acc_se"].to_numpy() if rows["acc_se"].notna().all() else None
     if len(ends) < FEWEST:
-        reason = f"only {len(ends)} runs have a score; at least {FEWEST} are needed."
-        return TaskVerdict(task, measure, len(ends), reason)
+        few = f"only {len(ends)} runs have a score; at least {FEWEST} are needed."
+        return TaskVerdict(task, measure, len(ends), few)
     score, signal = (signal_to_noise(ends[name], *_noise(rows, name)) for name in ("acc", "loss"))
-    z, by_luck = ends[["z", "by_luck"]].iloc[0]
+    z, by_luck = ends[["acc_z", "acc_z_by_luck"]].iloc[0]
     if by_luck > 0 and (z <= by_luck or score.source == ITEMS):
         score = replace(score, ratio=float(z), by_luck=float(by_luck), source=PAIRED)
     reason, law = _refusal(ends, score, chance), TaskLaw(link)
@@ -181,16 +181,10 @@ def _scores(task: str, table: RunTable) -> tuple[pd.DataFrame, str, float]:
     import pandas as pd
 
     frame, measure = table.frame, "gold_bpb"
-    names = {
-        "acc": "acc",
-        "loss": "gold_bpb",
-        "se": "acc_se",
-        "chance": "chance",
-        "z": "acc_z",
-        "by_luck": "acc_z_by_luck",
-    }
-    data = pd.DataFrame({name: numeric(frame, f"{task}/{column}") for name, column in names.items()})
-    data["se"], data["step"] = data["se"].fillna(data["se"].median()), numeric(frame, "step")
+    names = ("acc", "acc_se", "chance", "acc_z", "acc_z_by_luck")
+    data = pd.DataFrame({name: numeric(frame, f"{task}/{name}") for name in names})
+    data["step"], data["loss"] = numeric(frame, "step"), numeric(frame, f"{task}/gold_bpb")
+    data["acc_se"] = data["acc_se"].fillna(data["acc_se"].median())
     ends = data.iloc[table.rows].assign(run=table.run_id, N=table.N, D=table.D, final=True)
     if not np.isfinite(ends["loss"]).any():
         measure, ends["loss"] = "loss", table.loss
@@ -214,8 +208,8 @@ def _noise(rows: pd.DataFrame, column: str) -> tuple[float, str]:
     repeats = ends.groupby(["N", "D"])[column]
     if (freedom := len(ends) - repeats.ngroups) >= 3:
         return math.sqrt((repeats.var(ddof=0) * repeats.size()).sum() / freedom), "runs of one size and length"
-    if column == "acc" and rows["se"].notna().all():
-        return math.sqrt((ends["se"] ** 2).mean()), ITEMS
+    if column == "acc" and rows["acc_se"].notna().all():
+        return math.sqrt((ends["acc_se"] ** 2).mean()), ITEMS
     return math.nan, ""
 
 
@@ -225,7 +219,7 @@ def _refusal(ends: pd.DataFrame, score: SignalToNoise, chance: float) -> str:
 
     if math.isnan(score.ratio):
         return "the noise of its scores is unknown: the table has no checkpoints, repeated runs or standard errors."
-    error = ends["se"].fillna(score.noise * abs(float(ends["acc"].mean()))).clip(lower=1e-12)
+    error = ends["acc_se"].fillna(score.noise * abs(float(ends["acc"].mean()))).clip(lower=1e-12)
     best = float(((ends["acc"] - chance) / error).max())
     if best <= float(ndtri(1.0 - LUCK / len(ends))):
         return (
