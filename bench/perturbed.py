@@ -34,7 +34,7 @@ def pytest_configure() -> None:
 
     from ..fit import errors, table
 
-    checked, where, patch = errors._checked, table.RunTable.where, pytest.MonkeyPatch()
+    checked, where, patch = errors.check_numbers, table.RunTable.where, pytest.MonkeyPatch()
 
     def moved(name: str, values: Any, *rest: Any) -> Any:
         numbers = checked(name, values, *rest)

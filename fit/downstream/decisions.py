@@ -143,7 +143,7 @@ def _assign_scales(rows: pd.DataFrame) -> Array:
     distance = np.abs(logs[:, None] - points).max(axis=2)
     nearest = np.where(distance.min(axis=1) < SAME, distance.argmin(axis=1), -1)
     scales = sizes.assign(nearest=nearest)[nearest >= 0].groupby("nearest").median().sort_values("flops")
-    rows["scale"] = scales.index.get_indexer(nearest)
+    rows["scale"] = scales.index.get_indexer(nearest)  # type: ignore[arg-type]
     return scales.to_numpy()
 
 

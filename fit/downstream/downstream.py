@@ -147,7 +147,7 @@ def fit_tasks(table: Runs, targets: Sequence[float] = (), law: Any = None, link:
     if not (np.isfinite([N, D]).all() and (np.array([N, D]) > 0).all()):
         return [verdict if verdict.reason else replace(verdict, reason=NO_OPTIMUM) for verdict in verdicts]
     ahead = forecast_tasks(table, N, D)
-    at = {task: rows.assign(C=goals) for task, rows in ahead[ahead["metric"] == "acc"].groupby("task")}
+    at: dict[Any, Any] = {task: rows.assign(C=goals) for task, rows in ahead[ahead["metric"] == "acc"].groupby("task")}
     return [
         verdict if verdict.reason else replace(verdict, predictions=tuple(
             TaskPrediction(row.C, row.N, row.D, row.value, (row.low, row.high), row.law, row.error, row.reason)
@@ -169,7 +169,7 @@ def _verdict(task: str, table: RunTable, link: str) -> TaskVerdict:
     reason, law = _refusal(ends, score, chance), TaskLaw(link)
     if not reason:
         try:
-            law.fit(*(rows[name] for name in ("N", "D", "loss", "acc")), errors, chance, rows["final"])
+            law.fit(rows["N"], rows["D"], rows["loss"], rows["acc"], errors, chance, rows["final"])
             reason = "" if law.converged_ else "the fit of its law did not converge."
         except InputError as error:
             reason = str(error)

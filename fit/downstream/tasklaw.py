@@ -119,7 +119,7 @@ class TaskLaw(Estimator):
             if abs(before - self.scatter_) <= 1e-6 * (self.scatter_ + 1e-12):
                 break
         self.converged_ = solution.success and self.law_.converged_
-        floor, ceiling, offset, slope = (*theta[:3].tolist(), float(np.exp(theta[3])) / spread)
+        floor, ceiling, offset, slope = map(float, (*theta[:3], np.exp(theta[3]) / spread))
         values = {"floor": floor, "ceiling": ceiling, "middle": mean + offset / slope, "slope": slope}
         self.constants_ = self.law_.constants_ | {name: values[name] for name in LINKS[self.link]}
 
