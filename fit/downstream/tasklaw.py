@@ -27,9 +27,9 @@ from ..uncertainty import excess_scatter
 
 LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
 ARGUMENTS, STEEP = (-15.0, 15.0), (0.01, 50.0)  # bounds of the curve's argument at the mean loss, and of its slope
-STARTS = [(a, s) for a in np.linspace(-6.0, 4.0, 11) for s in np.log([0.2, 0.5, 1.0, 2.0, 5.0])]
-CURVE = "({ceiling} - {floor}) / (1 + exp(-{slope} ({middle} - L)))"
+STARTS = [(a, s) for a in np.linspace(-6.0, 4.0, 11) for s in np.log([0.2, 0.5, 1.0, 2.0, 5.0])]  # of both
 TRIED = 3  # of these, the best are followed
+SIGMOID = "({ceiling} - {floor}) / (1 + exp(-{slope} ({middle} - L)))"
 PRECISE: Any = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-12}
 
 
@@ -140,7 +140,7 @@ class TaskLaw(Estimator):
         if not hasattr(self, "constants_"):
             return f"TaskLaw(link={self.link!r}, ceiling={self.ceiling}, law={self.law!r})"
         text = {name: f"{value:.4g}" for name, value in self.constants_.items()}
-        curve = "exp({slope} ({middle} - L))" if self.link == "exponential" else CURVE
+        curve = "exp({slope} ({middle} - L))" if self.link == "exponential" else SIGMOID
         loss, state = self.law_.equation(text.__getitem__).split("= ", 1)[1], "" if self.converged_ else "NOT "
         curve = f"acc = {{floor}} + {curve}".format(**text)
         return f"{curve}, L = {loss}   ({len(self.data_['acc'])} points, {state}converged)"
