@@ -62,12 +62,7 @@ def larger_run(sweep: SweepDirectory, loss: float | None) -> str:
     run = SweepDirectory(sweep.path.parent / "large").run(run_id(config))
     run.freeze(config)
     if loss is not None:
-        summary = {
-            "step": config.steps,
-            "D": config.D,
-            "N_total": size_of(config),
-            "flops_exact": 1.0,
-        }
+        summary = {"step": config.steps, "D": config.D, "N_total": size_of(config), "flops_exact": 1.0}
         write_json(run.path / "summary.json", summary | {"val_loss": loss, "val_loss_se": 0.01})
         set_state(run, "done")
     return str(run.path)

@@ -315,9 +315,7 @@ def random_progress(rng: random.Random, run: RunConfig) -> Progress:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_branch_has_a_trunk_that_saves_it_steps(
-    seed: int,
-) -> None:
+def test_every_branch_has_a_trunk_that_saves_it_steps(seed: int) -> None:
     rng = random.Random(seed)
     template = scheduled(
         kind=rng.choice(["wsd", "wsd", "wsd", "cosine", "constant"]),

@@ -352,9 +352,7 @@ def test_a_good_plan_has_no_notes(notes_of: Callable[..., list[str]]) -> None:
     assert notes_of(LadderGrid(sizes=[8e3, 3e4, 6e4, 1e5], tokens_per_parameter=[20, 80, 320])) == []
 
 
-def test_a_budget_without_a_profile_is_refused_with_the_nearest_one(
-    notes_of: Callable[..., list[str]],
-) -> None:
+def test_a_budget_without_a_profile_is_refused_with_the_nearest_one(notes_of: Callable[..., list[str]]) -> None:
     reason = r"contains 2.5e\+10, at which [12] of 6 sizes make grid.min_steps 100"
     with pytest.raises(UserError, match=reason) as refused:
         notes_of(IsoflopGrid(budgets=[2.5e10, 1e12]), 4096)
@@ -368,9 +366,7 @@ def test_two_sizes_per_budget_are_allowed(notes_of: Callable[..., list[str]]) ->
     assert "2 at 1e11, 2 at 1e12" in note
 
 
-def test_text_repeated_too_often_is_named_with_the_budget_that_would_do(
-    notes_of: Callable[..., list[str]],
-) -> None:
+def test_text_repeated_too_often_is_named_with_the_budget_that_would_do(notes_of: Callable[..., list[str]]) -> None:
     (note,) = notes_of(IsoflopGrid(budgets=[1e11, 3e11, 1e12]), text=400_000)
     assert "runs see their data more than 4 times, up to 22.0" in note
     nearest = float(re.findall(r"avoids this is (\S+) FLOPs", note)[0])

@@ -303,9 +303,7 @@ def test_what_cannot_extend_a_sweep_is_refused_and_adds_nothing(
     assert not (shared_sweep.sweep.path / "added.json").exists()
 
 
-def test_a_diverged_run_is_repeated_once_at_a_lower_rate_if_the_grid_asks(
-    sweep: Callable[..., Prepared],
-) -> None:
+def test_a_diverged_run_is_repeated_once_at_a_lower_rate_if_the_grid_asks(sweep: Callable[..., Prepared]) -> None:
     planned = sweep()
     first = planned.directories[0]
     set_state(first, "diverged", reason="a test")

@@ -273,10 +273,7 @@ def test_the_smallest_limit_of_user_account_and_qos_counts(commands: Install) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"partition": "gpu"},
-            "cluster.partition is 'gpu', which SLURM does not have; choose one of debug, main",
-        ),
+        ({"partition": "gpu"}, "cluster.partition is 'gpu', which SLURM does not have; choose one of debug, main"),
         ({"partition": "debug", "gpus_per_job": 0, "time_minutes": 60}, "60, but partition debug allows 30"),
         (
             {"partition": "debug"},
@@ -287,10 +284,7 @@ def test_the_smallest_limit_of_user_account_and_qos_counts(commands: Install) ->
             "needs 1 GPU, 3 CPUs and 1 GB on a node, but partition main has 4 nodes of 8 GPUs, 2 CPUs",
         ),
         ({"memory_gb": 64.0}, "1 CPU and 64 GB on a node, but partition main has .* 2 CPUs and 62.5 GB"),
-        (
-            {"keeper_partition": "cpu"},
-            "cluster.keeper_partition is 'cpu', which SLURM does not have; choose one of",
-        ),
+        ({"keeper_partition": "cpu"}, "cluster.keeper_partition is 'cpu', which SLURM does not have; choose one of"),
         ({"keeper_partition": "debug", "time_minutes": 90}, "'debug', which allows a job 30 minutes; it must .* 60"),
         ({"additional_parameters": {"partition": "debug"}}, "has partition, which cluster.partition sets; use that"),
         ({"additional_parameters": {"cpus_per_task": 2}}, "has cpus-per-task, which cluster.cpus_per_task sets"),

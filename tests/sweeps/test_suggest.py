@@ -148,10 +148,7 @@ def test_what_cannot_be_suggested_is_refused_in_one_sentence(
     assert "\n" not in str(error.value)
 
 
-LAWS = [
-    ({"objective": "squares"}, ChinchillaLaw("squares")),
-    ({"form": "gamma", "objective": "se"}, GammaLaw("se")),
-]
+LAWS = [({"objective": "squares"}, ChinchillaLaw("squares")), ({"form": "gamma", "objective": "se"}, GammaLaw("se"))]
 
 
 @pytest.mark.parametrize(("settings", "law"), LAWS)

@@ -29,15 +29,7 @@ from isoflop.sweeps.grid.isoflop import IsoflopGrid
 from isoflop.sweeps.grid.ladder import LadderGrid
 from isoflop.sweeps.grid.product import CheckGrid, PointsGrid, ProductGrid
 from isoflop.sweeps.grid.tune import TuneGrid, settings_of, tried_settings, write_tuning
-from isoflop.sweeps.grid.tuning import (
-    PowerRule,
-    Tuner,
-    TuningConfig,
-    batch_size,
-    family,
-    power,
-    weight_decay,
-)
+from isoflop.sweeps.grid.tuning import PowerRule, Tuner, TuningConfig, batch_size, family, power, weight_decay
 from isoflop.sweeps.plan.trunks import merge_runs
 from isoflop.sweeps.prepare import read_rules
 from isoflop.sweeps.runs import lease

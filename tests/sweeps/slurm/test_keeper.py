@@ -38,9 +38,7 @@ def causes(run: RunDirectory) -> list[str]:
     return [attempt.cause for attempt in run.record().attempts]
 
 
-def test_killed_runs_are_trained_again_and_fitted_without_a_terminal(
-    sweep: Callable[[str], Sweep],
-) -> None:
+def test_killed_runs_are_trained_again_and_fitted_without_a_terminal(sweep: Callable[[str], Sweep]) -> None:
     killed = sweep("kept")
     killed.submit(*LONG, *KEEPER_OPTIONS, "tokens=300_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
     (run,) = killed.runs().values()
