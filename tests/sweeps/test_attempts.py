@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 from isoflop.sweeps.runs.attempts import (
     CAUSES,
@@ -12,7 +11,6 @@ from isoflop.sweeps.runs.attempts import (
     ON_NODE,
     RETRIED,
     Attempt,
-    Decision,
     Policy,
     decide,
 )
@@ -36,10 +34,6 @@ def random_history(rng: random.Random, causes: tuple[str, ...] = CAUSES) -> list
     ]
 
 
-def test_a_run_that_has_not_begun_begins() -> None:
-    assert decide([], Policy(), 0, 0.0) == Decision(True, 0.0, (), "it has not begun")
-
-
 def test_all_runs_together_have_as_many_retries_as_the_sweeps_budget_says() -> None:
     policy = Policy(sweep_retries=2)
     decisions = [decide(history("killed"), policy, spent, 0.0) for spent in range(4)]
@@ -57,11 +51,6 @@ def test_the_pause_doubles_and_counts_from_the_end_of_the_last_attempt() -> None
     # The end may be later than `now` on another machine's clock, which must not lengthen the pause.
     assert decide(history("killed"), policy, 0, now=-1e6).wait_seconds == 30
     assert decide(history(*["killed"] * 5000), Policy(retries=10**6), 0, 0.0).wait_seconds == LONGEST_WAIT
-
-
-def test_the_nodes_of_the_ranks_at_fault_are_avoided() -> None:
-    attempt = replace(make_attempt(1, "hung", "node1"), at_fault=("node07", "gpu-8.local"))
-    assert decide([attempt], Policy(), 0, 0.0).avoid == ("node07", "gpu-8.local")
 
 
 def test_random_histories_keep_to_every_rule() -> None:

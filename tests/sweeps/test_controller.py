@@ -95,12 +95,6 @@ def test_each_shape_has_its_turn() -> None:
     assert next_actions(tasks, PENDING_KEEPERS, limits(at_once=5)) == [StartWorkers(ONE, 3), StartWorkers(BIG, 2)]
 
 
-def test_nodes_where_runs_failed_are_avoided_by_the_workers_for_them() -> None:
-    (action,) = next_actions([task(avoid=("b",)), task(avoid=("a", "b"))], PENDING_KEEPERS, limits())
-    assert isinstance(action, StartWorkers)
-    assert action.avoid == ("a", "b")
-
-
 def test_random_passes_end_with_enough_workers_and_never_too_many() -> None:
     rng = random.Random(0)
     for _ in range(500):
@@ -161,21 +155,6 @@ def sweep(tmp_path: Path) -> SweepDirectory:
     config = make_config(ProductGrid(axes={"seed": [0, 1, 2]}))
     config.tokens, config.cluster.backoff_seconds = 640, 1000.0
     return write_sweep(tmp_path / "sweep", config)
-
-
-def test_a_pass_starts_workers_and_says_that_runs_wait_for_them(sweep: SweepDirectory) -> None:
-    backend = RecordingBackend()
-    assert not reconcile(sweep, backend)
-    (keepers, (_, count, _)) = backend.started
-    assert (keepers, count) == (2, 3)
-    assert [run.state().state for run in sweep.runs()] == ["queued"] * 3
-    for run in sweep.runs():
-        set_state(run, "done")
-        (run.path / "summary.json").write_text("{}")
-    assert reconcile(sweep, RecordingBackend(*PENDING_KEEPERS))
-    assert reconcile(sweep, RecordingBackend(*PENDING_KEEPERS, worker(sweep.planned_runs()[0].shape))), (
-        "a worker without a task ends soon"
-    )
 
 
 def test_a_run_whose_job_is_gone_is_reconciled_and_goes_on_elsewhere(sweep: SweepDirectory) -> None:

@@ -20,7 +20,7 @@ from isoflop.sweeps.runs import attempts, journal, lease, liveness
 from isoflop.sweeps.runs.attempts import CAUSES, Attempt, Policy, decide
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory, now_on
 from isoflop.sweeps.runs.journal import ENDS_AS, Started
-from isoflop.sweeps.runs.lease import KILLED, Death, Ending, hold, is_silent, reconcile, reset, sign_age
+from isoflop.sweeps.runs.lease import Ending, hold, is_silent, reconcile, reset, sign_age
 from isoflop.sweeps.runs.liveness import Heartbeat
 from isoflop.sweeps.runs.membership import retries_spent
 from isoflop.train.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, run_id
@@ -28,7 +28,7 @@ from isoflop.train.errors import OutOfMemory, UserError
 from isoflop.train.flops import flops_exact
 from isoflop.train.job.failure import Cause, Failure, RankError, note_failure, read_failure
 from isoflop.train.schedule import trunk_steps
-from small_runs import end, planned, set_state, until
+from small_runs import end, planned, until
 
 FORK = multiprocessing.get_context("fork")
 POLICY = Policy(heartbeat_seconds=0.05, hang_seconds=60.0, backoff_seconds=0.0)
@@ -214,14 +214,6 @@ def test_a_damaged_view_loses_no_attempt_and_repeats_no_number(run: RunDirectory
         assert run.state() == run.record().state
 
 
-@pytest.mark.parametrize("cause", ["node", "killed", "preempted"])
-def test_what_explains_the_end_decides_its_cause_and_its_state(run: RunDirectory, cause: str) -> None:
-    begin(run)
-    record = reconcile(run, lambda start: Death(cause, f"job {start.job_id} is gone"))
-    assert (only_attempt(run).cause, only_attempt(run).reason) == (cause, "job 7 is gone")
-    assert (record.state.state, record.state.reason) == (ENDS_AS.get(cause, "failed"), "job 7 is gone")
-
-
 def test_a_run_that_is_stopped_or_killed_without_end_ends_with_the_budget(run: RunDirectory) -> None:
     policy = replace(POLICY, retries=2, max_requeues=2)
     for cause in ("killed", "preempted"):
@@ -233,15 +225,6 @@ def test_a_run_that_is_stopped_or_killed_without_end_ends_with_the_budget(run: R
                     lease.conclude(run, Ending(ENDS_AS.get(cause, "failed"), "signal SIGUSR2", cause))
         assert run.state().state == "failed", cause
     assert "cluster.max_requeues=2 allows; signal SIGUSR2" in str(run.state().reason)
-
-
-def test_a_worker_that_dies_before_it_claims_uses_up_a_budget(run: RunDirectory) -> None:
-    for _ in range(3):
-        lease.charge(run, POLICY, "9", Death("killed", "its job 9 left it"))
-    assert [(attempt.cause, attempt.host) for attempt in run.record().attempts] == [("killed", None)] * 3
-    set_state(run, "done")
-    lease.charge(run, POLICY, "9", KILLED)
-    assert len(run.record().attempts) == 3
 
 
 def test_a_full_disk_leaves_the_attempt_to_the_next_start(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,16 +268,6 @@ def test_a_reset_is_a_new_budget_and_a_clean_slate(
     end(run, "disk")
     numbers = [(attempt.attempt, attempt.budget) for attempt in run.record().attempts]
     assert numbers == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2)]
-
-
-def test_a_reset_leaves_what_is_done_and_what_is_trained(run: RunDirectory) -> None:
-    other = RunDirectory(run.path)  # a second lock object blocks this process too
-    with other.lock(), pytest.raises(Busy):
-        reset(run, POLICY)
-    (run.path / "summary.json").write_text("{}")
-    set_state(run, "done")
-    reset(run, POLICY)
-    assert run.is_done()
 
 
 # Causes

@@ -14,7 +14,7 @@ import pytest
 from isoflop.sweeps.config import ClusterConfig, SweepConfig
 from isoflop.sweeps.execute.conduct import check
 from isoflop.sweeps.plan.sweep_plan import job_shape, plan_runs
-from isoflop.sweeps.runs import directory, lease
+from isoflop.sweeps.runs import directory
 from isoflop.sweeps.runs.forms import JobShape, PlannedRun
 from isoflop.sweeps.slurm import cluster as slurm_cluster
 from isoflop.sweeps.slurm import commands as slurm
@@ -103,20 +103,6 @@ def test_where_no_command_is_there_slurm_says_nothing(monkeypatch: pytest.Monkey
     slurm.release(["7"])
     with pytest.raises(UserError, match="squeue does not answer"):
         slurm.queue()
-
-
-@pytest.mark.parametrize(
-    ("outcome", "cause", "message"),
-    [("FAILED", "killed", "SLURM reports FAILED"), ("NODE_FAIL", "node", "its job 7 on node2 ended"),
-     ("CANCELLED by 0", "preempted", "SLURM reports CANCELLED"), ("", "lost", "SLURM has no record")],
-)  # fmt: skip
-def test_slurm_explains_why_a_process_is_gone(install: Install, outcome: str, cause: str, message: str) -> None:
-    install("sacct", f"echo '7|{outcome}|node2'")
-    install("scontrol", "true")
-    death = slurm.death_of("7", None)
-    assert death.cause == cause
-    assert message in death.reason
-    assert slurm.death_of(None, "node2") == lease.KILLED
 
 
 def test_the_signal_of_a_preemption_does_not_kill_a_new_interpreter(tmp_path: Path) -> None:

@@ -178,12 +178,6 @@ def test_a_narrow_terminal_drops_columns_and_never_the_note(sweep: SweepDirector
     assert [line[25:].strip() for line in lines[4:6]] == ["no sign of life for 1.7", "min"]
 
 
-def test_of_many_runs_the_finished_and_waiting_ones_are_counted() -> None:
-    shown, hidden = status.fold_rows(rows(done=600, planned=100, queued=9, running=5, failed=2), room=20)
-    assert [row["state"] for row in shown] == ["queued"] * 9 + ["running"] * 5 + ["failed"] * 2
-    assert hidden == {"planned": 100, "done": 600}
-
-
 def test_many_failures_leave_room_for_what_runs_and_the_other_way_round() -> None:
     shown, hidden = status.fold_rows(rows(running=100, failed=50), room=20)
     states = [row["state"] for row in shown]

@@ -128,15 +128,6 @@ def test_a_trunk_that_is_interrupted_goes_on_and_so_do_its_branches(separate: Pa
     assert losses(tmp_path) == losses(separate)
 
 
-def test_a_branch_whose_trunk_has_no_checkpoint_there_says_so(tmp_path: Path) -> None:
-    """Let the trunk diverge in its first steps by its learning rate."""
-    assert finished(start([*RUNG, "optimizer.learning_rate=1e30"], tmp_path))[0] == 1
-    trunk = next(run["run_id"] for run in plan(tmp_path)["runs"] if run["parent"] is None)
-    reasons = [run.state().reason or "" for run in runs(tmp_path) if run.run_id != trunk]
-    assert len(reasons) == 2
-    assert all(trunk in reason and "no checkpoint" in reason for reason in reasons), reasons
-
-
 def test_a_killed_worker_is_replaced_and_its_run_is_tried_again(tmp_path: Path) -> None:
     grid = ["+grid=product", "model.width=16", "model.depth=1", "model.heads=1", "grid.axes={seed:[0,1,2]}"]
     settings = ["tokens=40000", "trunks=false", "cluster.jobs=1", "cluster.backoff_seconds=0"]

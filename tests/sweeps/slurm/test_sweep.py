@@ -219,18 +219,6 @@ def test_a_worker_that_is_killed_is_named_and_its_run_goes_on_later(sweep: Calla
     assert "report.html" in process.stdout
 
 
-def test_a_refused_job_is_reported_in_one_sentence_and_the_sweep_can_continue(sweep: Callable[..., Sweep]) -> None:
-    refused = sweep("refused")
-    process = refused.command("+grid=smoke", "cluster=slurm", "cluster.partition=no_such_partition")
-    assert process.returncode == 2
-    assert "cluster.partition is 'no_such_partition', which SLURM does not have" in process.stderr
-    assert "Traceback" not in process.stderr
-    assert len(process.stderr.strip().splitlines()) == 1, process.stderr
-    assert not refused.path.exists()
-    printed = refused.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
-    assert "for 4 runs" in printed
-
-
 def test_a_submission_that_is_refused_halfway_leaves_nothing_in_the_queue(
     sweep: Callable[..., Sweep], tmp_path: Path
 ) -> None:
