@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
+import shlex
+import sys
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import isoflop
 import pytest
+from isoflop.sweeps.cli import main as cli
 
 ROOT = Path(isoflop.__file__).resolve().parent
 DOCS, FIXTURES = ROOT / "docs", ROOT / "tests/fixtures"
@@ -29,6 +34,28 @@ examples, hooks = load("examples"), load("hooks")
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if examples.BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the `isoflop` commands of a page in this process, because imports take most of the time of most."""
+    run_in_shell = examples.run
+
+    def run(command: str, folder: Path) -> str:
+        if not command.startswith("isoflop "):
+            return str(run_in_shell(command, folder))
+        output, settings = io.StringIO(), {"COLUMNS": "88", "NO_COLOR": "1", "TERM": "dumb"}
+        with monkeypatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
+            patch.chdir(folder)
+            for name, value in {**settings, "ISOFLOP_CACHE": str(folder / ".cache")}.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", shlex.split(command))
+            with pytest.raises(SystemExit):
+                cli.main()
+        return "".join(f"{line.rstrip()}\n" for line in output.getvalue().rstrip().splitlines())
+
+    monkeypatch.setattr(examples, "run", run)
+
+
+@pytest.mark.usefixtures("in_this_process", "quick_pictures")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_print_what_a_page_shows(page: Path) -> None:
     for command, shown, real in examples.run_page(page):

@@ -95,14 +95,16 @@ def test_train_imports_little_at_the_top() -> None:
         assert heads <= allowed, f"{path.relative_to(ROOT)} imports {heads - allowed} at the top"
 
 
-def loaded(statement: str) -> set[str]:
-    """Return the top-level modules that a new interpreter has loaded after a statement."""
-    code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    return set(subprocess.check_output([sys.executable, "-c", code], text=True, cwd="/").split())
+def loaded(*statements: str) -> list[set[str]]:
+    """Return the top-level modules that a new interpreter has loaded after each of some statements."""
+    show = "print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    code = "\n".join(["import sys", *(f"{statement}\n{show}" for statement in statements)])
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, cwd="/")
+    return [set(line.split()) for line in output.splitlines()]
 
 
 def test_a_notebook_can_fit_without_torch() -> None:
-    modules = loaded("from isoflop import fit; fit.ChinchillaLaw, fit.read_table, fit.analyze, fit.write_report")
+    (modules,) = loaded("from isoflop import fit; fit.ChinchillaLaw, fit.read_table, fit.analyze, fit.write_report")
     assert not modules & {"torch", "hydra", "lm_eval", "pandas", "matplotlib", "plotly"}
 
 
@@ -115,25 +117,16 @@ def test_evaluate_from_the_root_is_hugging_faces() -> None:
     assert not origin.is_relative_to(ROOT / "evaluate")
 
 
-def test_tasks_are_listed_and_pages_written_without_torch_and_lm_eval() -> None:
+def test_what_is_planned_listed_and_written_needs_no_torch_and_training_no_compiler() -> None:
+    planning = "import isoflop.sweeps.entry, isoflop.sweeps.execute.conduct"
+    planning += ", isoflop.train.data.corpora, isoflop.train.data.tokenizers"
     pages = "import isoflop.evaluate.items, isoflop.evaluate.pages.sweep_report, isoflop.evaluate.pages.paired"
     tasks = "from isoflop.evaluate.tasks import tasks; tasks.expand('small'); tasks.benchmarks_directory()"
-    modules = loaded(f"{pages}; {tasks}")
-    assert not modules & {"torch", "lm_eval", "datasets", "pyarrow"}
-
-
-def test_planning_loads_neither_torch_nor_pandas() -> None:
-    modules = loaded(
-        "import isoflop.sweeps.entry, isoflop.sweeps.execute.conduct, "
-        "isoflop.train.data.corpora, isoflop.train.data.tokenizers"
-    )
-    assert not modules & {"torch", "pandas", "scipy", "lm_eval", "datasets", "wandb", "plotly"}
-
-
-def test_training_loads_the_compiler_only_to_compile() -> None:
-    """Check that SymPy, which PyTorch imports only for the compiler, is not loaded: it doubles the import time."""
-    modules = loaded("import isoflop.train.loop, isoflop.evaluate.checkpoint")
-    assert "sympy" not in modules
+    training = "import isoflop.train.loop, isoflop.evaluate.checkpoint"
+    planned, listed, trained = loaded(planning, f"{pages}; {tasks}", training)
+    assert not planned & {"torch", "pandas", "scipy", "lm_eval", "datasets", "wandb", "plotly"}
+    assert not listed & {"torch", "lm_eval", "datasets", "pyarrow"}
+    assert "sympy" not in trained  # PyTorch imports it only for the compiler; it doubles the import time
 
 
 @functools.cache

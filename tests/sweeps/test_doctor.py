@@ -119,16 +119,13 @@ LEFT = [
     ("RUN/state.json", None, ["state"]),
     ("RUN/summary.json", "{", ["result", "unreadable"]),
     ("RUN/summary.json", None, ["result"]),
-    ("RUN/failure.json", "{", ["unreadable"]),
     ("RUN/.state.json.ab_12xyz", "half", ["temporary"]),
     ("RUN/.reserve", "room", ["temporary"]),
-    (".plan.json.abcdefgh", "half", ["temporary"]),
     (".now-abcdefgh", "half", ["temporary"]),
     ("fit/.law.json.abcdefgh", "half", ["temporary"]),
     ("RUN/checkpoints/.step_99.abcdefgh/model.safetensors", "half", ["half-written"]),
     ("RUN/checkpoints/step_1/model.safetensors", "half", ["half-written"]),
     ("RUN/eval/step_64.json", '{"tasks"', ["unreadable"]),
-    ("fit/law.json", "{", ["unreadable"]),
     ("jobs/launch.json", "{", ["unreadable"]),
 ]
 DISTURBED = [
@@ -298,19 +295,15 @@ def test_the_doctor_says_which_steps_of_a_run_are_not_recorded(sweep: SweepDirec
 DEEP = "[" * 5000 + "]" * 5000
 FORMS = [
     ("runs/RUN/state.json", '{"state": "done", "attempt": "2"}', "Expected int, got str"),
-    ("runs/RUN/summary.json", '{"step": [1]}', "Expected int, got array at $.step"),
     ("runs/RUN/summary.json", '{"step": 1}', "summary.json lacks D, N_total"),
     ("runs/RUN/failure.json", '{"hosts": 3}', "failure.json has invalid content"),
     ("runs/RUN/events.jsonl", '{"event": "started", "at": 1.0, "attempt": -1}', " of events.jsonl cannot be read"),
-    ("runs/RUN/events.jsonl", DEEP, " of events.jsonl cannot be read"),
     ("runs/RUN/attempts.jsonl", DEEP, " of attempts.jsonl cannot be read"),
     ("runs/RUN/config.yaml", DEEP, "nested too deeply"),
     ("plan.json", '{"runs": [{"run_id": "../x"}]}', "plan.json has invalid content"),
-    ("plan.json", f'{{"runs": {DEEP}}}', "plan.json"),
     ("sweep.yaml", "config: {cluster: {heartbeat_seconds: soon}}", "got str at config.cluster.heartbeat_seconds"),
     ("added.json", '{"RUN": 3}', "added.json has invalid content"),
     ("jobs/launch.json", '{"token": [1]}', "launch.json has invalid content"),
-    ("jobs/keeper.json", '{"fits": 1}', "keeper.json has invalid content"),
 ]
 
 
@@ -318,14 +311,14 @@ FORMS = [
 def test_a_file_of_another_form_is_named_and_no_command_fails(
     sweep: SweepDirectory, isoflop: Callable[..., tuple[int, str, str]], name: str, text: str, message: str
 ) -> None:
-    """Check a few commands; test_attacked.py runs all of them on damaged files."""
+    """Check two commands; test_attacked.py runs all of them on damaged files."""
     run = first_run(sweep)
     path = sweep.path / name.replace("RUN", run.run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace("RUN", run.run_id))
     findings = examine_sweep(sweep, repair=False)
     assert [finding for finding in findings if message in finding.what], [finding.what for finding in findings]
-    for command in ("status", "doctor", "logs", "cancel"):
+    for command in ("status", "cancel"):
         code, _, err = isoflop(command, sweep.path)
         assert code in (0, 1, 2)
         assert err.count("\n") == (code == 2), err

@@ -22,7 +22,7 @@ from isoflop.sweeps.observe import logs, status
 from isoflop.sweeps.observe.doctor import examine_sweep
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting
-from isoflop.sweeps.results.finish import cost_lines, print_law
+from isoflop.sweeps.results.finish import print_law
 from isoflop.sweeps.runs import lease, membership
 from isoflop.sweeps.runs.attempts import Attempt
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory, now_on
@@ -439,27 +439,6 @@ def test_a_machine_slower_than_planned_is_named_with_a_time_left_that_fits(
     status.show_status(sweep)
     left = terminal.describe_seconds((3 / 2 + 2 * 3.5) * seconds)
     assert f"ends in about {left} ({slow})" in capsys.readouterr().out, "half of one run, and two that wait"
-
-
-def test_the_costs_of_a_sweep_are_two_lines() -> None:
-    costs: dict[str, Any] = {
-        "unit": "GPU-hours", "runs": 24, "done": 23, "retries": 5, "retry_budget": 100, "measured_runs": 38,
-        "planned": {"hours": 20.0}, "used": {"hours": 25.0, "dollars": 62.5, "flops": 2.75e19},
-        "wasted": {"hours": 3.0, "flops": 3.5e18}, "error": {"ratio": 1.17},
-        "causes": {name: {"attempts": count} for name, count in zip("abcde", (2, 0, 3, 1, 1), strict=True)},
-    }  # fmt: skip
-    spent, wasted = cost_lines(costs)
-    for text in ("23 of 24 runs", "25 GPU-hours", "$62.50", "planned: 20", "1.17 times", "38 measured"):
-        assert text in spent
-    for text in ("3 GPU-hours (12.0%)", "3.5e+18 FLOPs", "2 a, 3 c, 1 d and 1 more", "5 of 100 retries"):
-        assert text in wasted
-    costs |= {"causes": {}, "wasted": {"hours": 0.0}, "error": None, "measured_runs": 0, "retries": 0}
-    costs |= {"cpu_share": 0.25}
-    costs["used"]["dollars"] = None
-    spent, wasted = cost_lines(costs)
-    assert "25% of the core-hours were CPU time" in spent
-    assert "$" not in spent
-    assert "nothing was wasted" in wasted
 
 
 @pytest.mark.parametrize(("width", "lines"), [(120, 5 + 2), (80, 5 + 2 * 2)])

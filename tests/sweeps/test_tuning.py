@@ -384,22 +384,6 @@ def test_runs_that_failed_are_no_settings_and_a_size_without_any_ends(tmp_path: 
     assert smallest not in {count_parameters(run.model).N_total for run in new_configs}
 
 
-@pytest.mark.slow
-def test_a_rung_with_the_tokens_of_a_larger_models_rung_before_is_another(tmp_path: Path) -> None:
-    """Let all runs of the larger model fail, so that only the smaller one continues."""
-    sweep = write_sweep(
-        tmp_path / "tune", config := tune_settings(sizes=[7.4e3, 14.7e3], tokens_per_parameter=[10, 20])
-    )
-    finish(sweep)
-    tokens = [run.config().tokens for run in sweep.runs()]
-    assert max(tokens) == 2 * min(tokens)
-    for run in sweep.runs():
-        if run.config().tokens == max(tokens):
-            set_state(run, "diverged")
-            (run.path / "summary.json").unlink()
-    assert extend.next_round(sweep, config)
-
-
 def test_bad_designs_are_refused_before_anything_runs() -> None:
     with pytest.raises(UserError, match=r"grid.flops_budget is 1e\+09, but this design needs .* for 16 runs per size"):
         first_rung(tune_settings(flops_budget=1e9))
@@ -467,7 +451,6 @@ def test_the_check_of_a_grid_end_to_end(tmp_path: Path, capfd: pytest.CaptureFix
     before = (sweep.path / "untuned.csv").read_text()
     assert check_corners(sweep) == 0
     assert (sweep.path / "untuned.csv").read_text() == before
-    print(table[["N", "D", "loss", "learning_rate", "batch_size", "excess", "excess_se"]].to_string())
 
 
 def log_losses(run: RunDirectory, excess: float, share: float = 1.0) -> None:

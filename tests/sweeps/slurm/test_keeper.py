@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.train.files import read_json
-from slurm_sweeps import EVERY, LONG, Sweep, process_of, slurm, sweeps_in, until
+from slurm_sweeps import EVERY, LONG, Sweep, process_of, sweeps_in, until
 
 pytestmark = pytest.mark.slurm
 
@@ -127,16 +127,3 @@ def isoflop(*arguments: str, code: int = 0) -> str:
     )
     assert process.returncode == code, process.stdout + process.stderr
     return process.stdout
-
-
-def test_a_keeper_that_is_held_up_holds_up_no_other(sweep: Callable[[str], Sweep]) -> None:
-    """Put a keeper on hold, as when a killed controller believes that it runs."""
-    delayed = sweep("stuck")
-    delayed.submit(*LONG, *KEEPER_OPTIONS, "tokens=200_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
-    slurm("scontrol", "hold", min(delayed.queue("keeper"), key=int))
-    (run,) = delayed.runs().values()
-    until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
-    os.kill(process_of(run, 0), signal.SIGKILL)
-    wait_for_end(delayed)
-    assert causes(run) == ["killed", "done"], delayed.job_logs()
-    assert (delayed.path / "fit" / "report.html").exists()

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from isoflop.evaluate.tasks.staging import benchmarks_directory, is_staged
 from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.train.files import read_json, read_json_lines
 from slurm_sweeps import LONG, ROOT, Sweep, process_of, slurm, sweeps_in, until
@@ -132,26 +131,6 @@ def _curve(run: RunDirectory) -> dict[int, tuple[float, float, float]]:
     return curve
 
 
-def test_a_run_that_diverges_is_not_scored_and_the_fit_goes_on_without_it(sweep: Callable[..., Sweep]) -> None:
-    if not (is_staged(benchmarks_directory()) or os.environ.get("ISOFLOP_STAGE_BENCHMARKS")):
-        pytest.skip("benchmarks are not staged (`isoflop data benchmarks`) and ISOFLOP_STAGE_BENCHMARKS is not set")
-    mixed = sweep("mixed")
-    grid = [*LONG, "tokens=20_000", "grid.axes={optimizer.learning_rate: [1e-2, 1e12, 2e-2]}"]
-    scoring = ["evaluate.tasks=[lambada_openai]", "evaluate.limit=2"]
-    mixed.submit(*grid, *scoring)
-    mixed.wait()
-    rate = {run.config().optimizer.learning_rate: run for run in mixed.runs().values()}
-    assert rate[1e12].state().state == "diverged", mixed.job_logs()
-    assert not (rate[1e12].path / "eval").exists()
-    for good in (rate[1e-2], rate[2e-2]):
-        assert good.state().state == "done"
-        scores = read_json(good.path / "eval" / f"step_{(good.summary() or {})['step']}.json")
-        assert scores is not None, mixed.job_logs()
-        assert "lambada_openai" in scores["tasks"]
-    assert len((mixed.path / "table.csv").read_text().splitlines()) == 1 + 2
-    assert (mixed.path / "fit" / "report.html").exists(), mixed.job_logs()
-
-
 def test_editing_conf_while_jobs_are_pending_changes_nothing(
     smoke: Sweep, sweep: Callable[..., Sweep], tmp_path: Path
 ) -> None:
@@ -198,25 +177,6 @@ def test_a_worker_that_is_cancelled_in_slurm_cancels_no_run(sweep: Callable[...,
     stopped_sweep.wait()
     assert stopped_sweep.states() == ["cancelled", "cancelled"], stopped_sweep.job_logs()
     assert re.search(r"resumed from step_\d+", (trained.path / "log.txt").read_text())
-
-
-def test_a_worker_that_is_killed_is_named_and_its_run_goes_on_later(sweep: Callable[..., Sweep]) -> None:
-    killed = sweep("killed")
-    grid = [*LONG, "tokens=200_000", "grid.axes={seed: [0]}", "checkpoint.every_seconds=0.1"]
-    killed.submit(*grid)
-    (run,) = killed.runs().values()
-    until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
-    # As the kernel does when memory runs out. The cluster's nodes are this machine, so the process runs here.
-    (process_id,) = re.findall(r"process (\d+)", (run.path / "log.txt").read_text())
-    os.kill(int(process_id), signal.SIGKILL)
-    until(lambda: run.state().state == "failed", "the keeper to see it")
-    assert "SLURM reports FAILED" in (run.state().reason or "")
-    assert run.summary() is None
-    process = killed.command(*grid, "cluster=slurm", "wait=true")
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert (run.state().state, run.state().attempt) == ("done", 2)
-    assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())
-    assert "report.html" in process.stdout
 
 
 def test_a_submission_that_is_refused_halfway_leaves_nothing_in_the_queue(
@@ -308,21 +268,3 @@ def test_a_rank_that_is_killed_ends_its_job_and_is_named(sweep: Callable[..., Sw
     for run in runs:
         assert (run.state().state, run.state().attempt) == ("done", 2)
         assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())
-
-
-def test_branches_wait_for_their_trunk_and_end_as_they_do_alone(sweep: Callable[..., Sweep]) -> None:
-    shared, separate = sweep("shared"), sweep("apart")
-    rung = [
-        "+grid=ladder", "grid.sizes=[5e3]", "grid.tokens_per_parameter=[10,20,40]", "data.sequence_length=64",
-        "data.max_bytes=2000000", "data.validation_tokens=8192", "validations=2", "fit.bootstrap=50",
-    ]  # fmt: skip
-    printed = shared.submit(*rung)
-    assert "2 of 3 runs branch from 1 trunk" in printed
-    trunk, *branches = sorted(shared.runs().values(), key=lambda run: -run.config().tokens)
-    shared.wait()
-    assert shared.states() == ["done"] * 3, shared.job_logs()
-    process = separate.command(*rung, "trunks=false", "cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1")
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert shared.losses() == separate.losses()
-    for run in branches:
-        assert f"of run {trunk.run_id}, whose checkpoint is" in (run.path / "log.txt").read_text()

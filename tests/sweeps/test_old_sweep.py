@@ -16,47 +16,30 @@ launcher after the checkpoint of step 149, and one is planned.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import isoflop
 import pytest
 import yaml
+from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.runs.journal import read_record
 
-FIXTURE = Path(__file__).resolve().parent / "fixtures" / "sweep_0.1"
-ROOT = Path(isoflop.__file__).resolve().parent
-MODULE, FUNCTION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["isoflop"].split(":")
-ISOFLOP = (sys.executable, "-c", f"from {MODULE} import {FUNCTION}; {FUNCTION}()")
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 TRUNK, BRANCH = "098f8cb168", "d4c09158c2"
 # Files that a run writes; those of a finished run must not change.
 WRITTEN = ("state.json", "attempts.jsonl", "metrics.jsonl", "summary.json", "config.yaml")
+Isoflop = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("quick_pictures")
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """Return a copy of the folder that the sweeps were started from."""
-    return Path(shutil.copytree(FIXTURE, tmp_path / "old"))
-
-
-def command(folder: Path, *arguments: str, path: str = "") -> str:
-    """Run a command in a folder, which must succeed, and return its output. `path` comes first on the PATH."""
-    environment = os.environ | {"PATH": os.pathsep.join(filter(None, (path, os.environ["PATH"])))}
-    process = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
-
-
-def refusal(folder: Path, arguments: list[str]) -> str:
-    """Run a command that must fail with exit code 2, and return its error message."""
-    process = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
-    assert process.returncode == 2
-    return process.stderr
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of the folder that the sweeps were started from, and make it the current one."""
+    folder = Path(shutil.copytree(FIXTURES / "sweep_0.1", tmp_path / "old"))
+    monkeypatch.chdir(folder)
+    return folder
 
 
 def read(path: Path) -> Any:
@@ -68,36 +51,42 @@ def plan(sweep: Path) -> dict[str, str | None]:
     return {run["run_id"]: run["parent"] for run in read(sweep / "plan.json")["runs"]}
 
 
+def overrides_of(sweep: Path) -> list[str]:
+    """Return the overrides of the command that started a sweep."""
+    return list(yaml.safe_load((sweep / "sweep.yaml").read_text())["command"][2:])
+
+
 @pytest.mark.slow
-def test_status_and_fit_read_it(old: Path) -> None:
-    status = json.loads(command(old, *ISOFLOP, "status", "local", "--json"))
+def test_status_and_fit_read_it(old: Path, isoflop: Isoflop) -> None:
+    status = json.loads(isoflop("status", "local", "--json")[1])
     assert status["states"] == {"planned": 3, "done": 7, "failed": 2}
     reasons = {run["run_id"]: run["reason"] for run in status["runs"] if run["state"] == "failed"}
     assert reasons.keys() == {TRUNK, BRANCH}
     assert reasons[TRUNK] == "its worker was killed"
-    assert json.loads(command(old, *ISOFLOP, "report", "local", "--json"))["runs"] == 7
-    fitted = json.loads(
-        command(old, *ISOFLOP, "fit", "local/table.csv", "--bootstrap", "20", "--intervals", "noise", "--json")
-    )
-    before = read(old / "local/fit/law.json")
+    assert json.loads(isoflop("report", "local", "--json")[1])["runs"] == 7
+    fit = ("fit", "local/table.csv", "--bootstrap", "20", "--intervals", "noise", "--json")
+    fitted, before = json.loads(isoflop(*fit)[1]), read(old / "local/fit/law.json")
     assert fitted["runs"] == before["runs"] == 7
     assert fitted["law"].pop("form") == before["law"].pop("form")
     assert fitted["law"] == pytest.approx(before["law"], rel=1e-3)
 
 
 @pytest.mark.slow
-def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Path) -> None:
+def test_the_command_that_it_was_started_with_continues_it_to_the_report(
+    old: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     sweep, before = old / "local", plan(old / "local")
     done = [name for name in before if read(sweep / "runs" / name / "state.json")["state"] == "done"]
     contents = {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done}
-    started_with = yaml.safe_load((sweep / "sweep.yaml").read_text())["command"]
-    command_line = [sys.executable, str(ROOT / "sweep.py"), *started_with[2:]]
-    assert "ensembles is no longer a field: each run trains in its own process" in refusal(old, command_line)
-    command_line.remove("ensembles=1")
-    message = refusal(old, command_line)
+    overrides = overrides_of(sweep)
+    assert sweep_main(overrides) == 2
+    assert "ensembles is no longer a field: each run trains in its own process" in capfd.readouterr().err
+    overrides.remove("ensembles=1")
+    assert sweep_main(overrides) == 2
+    message = capfd.readouterr().err
     assert "other settings (tuning." in message
     assert "continue without tuning rules with tuning=fixed" in message
-    command(old, *command_line, "tuning=fixed")  # before there were rules, all values were fixed
+    assert sweep_main([*overrides, "tuning=fixed"]) == 0  # before there were rules, all values were fixed
     assert plan(sweep) == before
     assert {read(sweep / "runs" / name / "state.json")["state"] for name in before} == {"done"}
     assert {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done} == contents
@@ -114,20 +103,25 @@ def test_the_command_that_it_was_started_with_continues_it_to_the_report(old: Pa
     assert costs["wasted"]["flops"] == wasted
 
 
-def test_a_sweep_whose_jobs_an_earlier_version_submitted_is_shown(old: Path) -> None:
-    status = json.loads(command(old, *ISOFLOP, "status", "slurm", "--json"))
-    assert status["states"] == {"queued": 5}
+def test_a_sweep_whose_jobs_an_earlier_version_submitted_is_shown(old: Path, isoflop: Isoflop) -> None:
+    assert json.loads(isoflop("status", "slurm", "--json")[1])["states"] == {"queued": 5}
 
 
-def test_a_sweep_with_journals_continues_where_its_launcher_was_killed(tmp_path: Path) -> None:
-    sweep = Path(shutil.copytree(FIXTURE.with_name("sweep_0.2"), tmp_path / "new")) / "local"
-    status = json.loads(command(sweep.parent, *ISOFLOP, "status", "local", "--json"))
+def test_a_sweep_with_journals_continues_where_its_launcher_was_killed(
+    tmp_path: Path, isoflop: Isoflop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = Path(shutil.copytree(FIXTURES / "sweep_0.2", tmp_path / "new")) / "local"
+    monkeypatch.chdir(sweep.parent)
+    status = json.loads(isoflop("status", "local", "--json")[1])
     assert status["states"] == {"planned": 1, "running": 1, "done": 1}
-    (killed,) = [run["run_id"] for run in status["runs"] if run["state"] == "running"]
+    killed, waiting = (
+        next(run["run_id"] for run in status["runs"] if run["state"] == state) for state in ("running", "planned")
+    )
+    assert isoflop("cancel", "local", waiting)[0] == 0
     journals = {path: path.read_text() for path in sweep.glob("runs/*/events.jsonl")}
-    started_with = yaml.safe_load((sweep / "sweep.yaml").read_text())["command"]
-    command(sweep.parent, sys.executable, str(ROOT / "sweep.py"), *started_with[2:])
-    assert {read(path)["state"] for path in sweep.glob("runs/*/state.json")} == {"done"}
+    assert sweep_main(overrides_of(sweep)) == 1, "a run is cancelled"
+    states = {path.parent.name: read(path)["state"] for path in sweep.glob("runs/*/state.json")}
+    assert (states.pop(waiting), set(states.values())) == ("cancelled", {"done"})
     assert all(path.read_text().startswith(text) for path, text in journals.items()), "a journal only grows"
     attempts = [(attempt.cause, attempt.first_step) for attempt in read_record(sweep / "runs" / killed).attempts]
     assert attempts == [("killed", 0), ("done", 149)]
