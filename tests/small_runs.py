@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 from isoflop.sweeps.runs import lease
 from isoflop.sweeps.runs.directory import RunDirectory, now_on
 from isoflop.sweeps.runs.journal import ENDS_AS, Adopted, Planned, Started, State
@@ -26,6 +27,7 @@ from isoflop.train.config import (
 )
 from isoflop.train.files import read_json_lines
 
+Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]  # types of fixtures, with short names
 # The sweep of the fixture `smoke`: no tracker, no benchmarks, a stated rate instead of a trial, and few steps.
 SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11",
          "tuning.min_batch=4", "tuning.min_steps=16")  # fmt: skip

@@ -6,17 +6,26 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import typer.main
 import typer.testing
+from isoflop.fit.forecasting.mixture import FormMixture
 from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.runs.directory import SweepDirectory
 
 # All tests of a process build the command line once.
 typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_resamples() -> Iterator[None]:
+    """Draw 60 resamples per law in forecasts, not 400: these tests check commands, and tests/fit the intervals."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FormMixture.__init__, "__defaults__", (None, 60, 0, None))
+        yield
 
 
 @pytest.fixture

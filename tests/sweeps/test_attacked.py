@@ -20,6 +20,7 @@ from isoflop.sweeps.entry import guarded
 from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.observe import doctor
 from isoflop.train.files import write_json
+from small_runs import Patch
 
 ATTACKS = int(os.environ.get("ISOFLOP_TEST_ATTACKS", "60"))  # damaged sweeps, on each of which every command runs
 DEEP = "[" * 100_000
@@ -100,7 +101,7 @@ def damage(rng: random.Random, sweep: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: Patch) -> None:
     """Replace training, plots and resampling by quick stand-ins."""
     analyze = fit.analyze
 
@@ -117,9 +118,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def attack(
-    smoke: Path, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch, capsys: Any, commands: list[str]
-) -> None:
+def attack(smoke: Path, folder: Path, seed: int, monkeypatch: Patch, capsys: Any, commands: list[str]) -> None:
     rng = random.Random(seed)
     sweep = Path(shutil.copytree(smoke, folder / f"sweep{seed}", ignore=shutil.ignore_patterns("*.html", "*.png")))
     path, run = damage(rng, sweep)
@@ -150,7 +149,7 @@ Attack = Callable[[int, list[str]], None]  # takes a seed and commands
 
 
 @pytest.fixture
-def attacks(smoke: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Attack:
+def attacks(smoke: tuple[Path, str], tmp_path: Path, monkeypatch: Patch, capsys: Any) -> Attack:
     return lambda seed, commands: attack(smoke[0], tmp_path, seed, monkeypatch, capsys, commands)
 
 

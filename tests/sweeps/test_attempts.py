@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import random
 
-from isoflop.sweeps.runs.attempts import (
-    CAUSES,
-    INTERRUPTED,
-    LONGEST_WAIT,
-    ON_NODE,
-    RETRIED,
-    Attempt,
-    Policy,
-    decide,
-)
+from isoflop.sweeps.runs.attempts import CAUSES, INTERRUPTED, LONGEST_WAIT, ON_NODE, RETRIED, Attempt, Policy, decide
 
 
 def make_attempt(number: int, cause: str, host: str | None = "node1", ended: float = 0.0) -> Attempt:

@@ -27,7 +27,7 @@ from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.files import write_json
 from lm_eval.tasks import TaskManager
 from simulated_ladders import Case, simulate
-from small_runs import SMOKE, set_state
+from small_runs import SMOKE, Patch, set_state
 
 pytestmark = pytest.mark.usefixtures("quick_pictures")
 
@@ -155,9 +155,7 @@ def test_fit_of_a_table_prints_json_and_writes_a_report(isoflop: Isoflop, tmp_pa
         (["fit"], "Missing argument"),
     ],
 )
-def test_bad_input_is_a_sentence_and_exit_code_2(
-    isoflop: Isoflop, arguments: list[str], message: str, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_sentence(isoflop: Isoflop, arguments: list[str], message: str, tmp_path: Path) -> None:
     files = {"TABLE": table(tmp_path / "t.csv"), "OUT": tmp_path / "out"}
     runs = pd.read_csv(files["TABLE"]).set_axis(["N", "D", "loss"], axis=1)
     for name, frame in {
@@ -186,9 +184,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_evaluate_writes_scores_items_and_a_page(
-    isoflop: Isoflop, smoke: tuple[Path, str], questions: Path, tmp_path: Path
-) -> None:
+def test_evaluate_writes_a_page(isoflop: Isoflop, smoke: tuple[Path, str], questions: Path, tmp_path: Path) -> None:
     checkpoint, other_checkpoint = sorted(smoke[0].glob("runs/*/checkpoints/step_*"))[:2]
     options = ["--tasks", str(questions), "--device", "cpu", "--ngram", "0"]
     code, out, _ = isoflop("evaluate", str(checkpoint), *options, "--output", str(tmp_path / "out"))
@@ -224,7 +220,7 @@ def test_evaluate_writes_scores_items_and_a_page(
 
 
 def test_evaluate_takes_a_hundred_items_of_a_task_at_a_terminal_unless_all_are_asked_for(
-    isoflop: Isoflop, smoke: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    isoflop: Isoflop, smoke: tuple[Path, str], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     checkpoint = next(smoke[0].glob("runs/*/checkpoints/step_*"))
     for name, text in {"short": "a", "wordy": "a " * 400}.items():
@@ -277,8 +273,8 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 
 
-def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
-    isoflop: Isoflop, smoke: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_lm_eval_s_command_scores_as_ours(
+    isoflop: Isoflop, smoke: tuple[Path, str], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     # Without this lm-eval would read its 14,000 tasks at each start.
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
@@ -320,7 +316,7 @@ def test_lm_eval_s_own_command_scores_a_checkpoint_as_ours_does(
         assert message in error
 
 
-def test_data_prepare_builds_the_shards_once(isoflop: Isoflop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_prepare_builds_the_shards_once(isoflop: Isoflop, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "corpus").mkdir()
     for i in range(20):
@@ -387,9 +383,7 @@ def test_compare_says_how_many_times_the_compute_the_base_needs(isoflop: Isoflop
         assert message in " ".join(error.split())
 
 
-def test_compare_of_overrides_shows_the_plan_and_the_command_to_start_it(
-    isoflop: Isoflop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_of_overrides_shows_the_plan_and_command(isoflop: Isoflop, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     code, output, error = isoflop(
         "compare", "cluster=local cluster.flops_per_second=1e11 grid.seeds=[0]", "model.qk_norm=true"
@@ -417,7 +411,7 @@ def test_a_closed_pipe_is_no_error(smoke: tuple[Path, str]) -> None:
     assert "Traceback" not in process.stderr
 
 
-def test_ctrl_c_during_an_evaluation_is_a_sentence(isoflop: Isoflop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_an_evaluation_is_a_sentence(isoflop: Isoflop, monkeypatch: Patch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -479,9 +473,7 @@ def test_a_warning_of_ours_is_a_note_and_shows_no_code(isoflop: Isoflop, tmp_pat
 # Commands that manage a sweep
 
 
-def test_status_shows_more_of_a_large_sweep_when_asked(
-    isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_shows_all_of_a_sweep_when_asked(isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: Patch) -> None:
     monkeypatch.setattr("isoflop.sweeps.observe.status.ROWS", 3)
     first, *others = sweep.runs()
     status = json.loads(isoflop("status", sweep.path, "--json")[1])
@@ -501,7 +493,7 @@ def test_status_shows_more_of_a_large_sweep_when_asked(
 
 @pytest.mark.parametrize("command", [("status",), ("logs",), ("logs", "RUN"), ("doctor",), ("cancel",), ("retry",)])
 def test_no_byte_of_a_file_reaches_the_terminal_as_a_command_to_it(
-    isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+    isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: Patch, command: tuple[str, ...]
 ) -> None:
     run = sweep.runs()[0]
     set_state(run, "failed", reason="\x1b[2Jgone\x07")
@@ -529,7 +521,7 @@ def test_the_doctor_s_exit_code_says_whether_anything_is_left(isoflop: Isoflop, 
 
 @pytest.mark.parametrize("target", ["nowhere/more.yaml", "."])
 def test_a_suggestion_that_cannot_be_written_is_one_sentence(
-    isoflop: Isoflop, sweep: SweepDirectory, target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    isoflop: Isoflop, sweep: SweepDirectory, target: str, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(suggest, "suggest_runs", lambda *_, **__: SimpleNamespace(grid={"kind": "points"}))
     code, _, error = isoflop("suggest", sweep.path, "--budget", 1e12, "--write", tmp_path / target)
@@ -539,9 +531,7 @@ def test_a_suggestion_that_cannot_be_written_is_one_sentence(
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_cancel_and_retry_pass_on_their_exit_codes(
-    isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_and_retry_pass_on_their_exit_codes(isoflop: Isoflop, sweep: SweepDirectory, monkeypatch: Patch) -> None:
     monkeypatch.setattr(conduct, "resume", lambda sweep, only: 1)
     first = sweep.runs()[0]
     (first.path / "summary.json").unlink()
@@ -572,7 +562,7 @@ def test_the_shell_completes_run_ids(sweep: SweepDirectory) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("fit", "--target-flops", "1e15"), ("report",)])
-def test_a_law_is_fitted_again_and_printed_as_json(
+def test_a_law_is_fitted_and_printed_as_json(
     isoflop: Isoflop, sweep: SweepDirectory, arguments: tuple[str, ...]
 ) -> None:
     shutil.rmtree(sweep.path / "fit")
@@ -603,7 +593,7 @@ ON_SWEEPS = ("status", "logs", "retry", "cancel", "extend", "doctor", "sync", "r
 
 
 @pytest.mark.parametrize("command", ON_SWEEPS)
-def test_what_is_no_sweep_or_run_of_this_version_is_one_sentence(
+def test_what_is_no_sweep_of_this_version_is_refused(
     isoflop: Isoflop, sweep: SweepDirectory, tmp_path: Path, command: str
 ) -> None:
     def refusal(*arguments: object) -> str:

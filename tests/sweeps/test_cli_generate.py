@@ -17,9 +17,10 @@ from isoflop.sweeps.cli.checkpoint import Pieces, app
 from isoflop.sweeps.entry import guarded
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.data.tokenizers import ByteTokenizer
+from small_runs import Capture, Patch
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+def run(capsys: Capture, *arguments: Any) -> tuple[int, str, str]:
     """Run `isoflop generate` and return the exit code, standard output and standard error."""
     command = typer.main.get_command(app)
     code = guarded(lambda: command.main(["generate", *map(str, arguments)], standalone_mode=False) or 0)
@@ -46,7 +47,7 @@ def recompute(checkpoint: Path, prompt: str, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("prompt", ["def run(", ""])
-def test_the_text_is_that_of_recomputation(checkpoint: Path, prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_is_that_of_recomputation(checkpoint: Path, prompt: str, capsys: Capture) -> None:
     new = recompute(checkpoint, prompt, 20)
     expected = load_for_evaluation(checkpoint).tokenizer.decode(new)
     code, out, _ = run(capsys, checkpoint, prompt, "--max-tokens", 20, "--device", "cpu")
@@ -58,18 +59,14 @@ def test_the_text_is_that_of_recomputation(checkpoint: Path, prompt: str, capsys
     assert len(new) < 2 or document["tokens_per_s"]["decode"] > 0
 
 
-def test_a_seed_repeats_a_sampled_text_and_another_one_does_not(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_seed_repeats_a_sampled_text_and_another_one_does_not(checkpoint: Path, capsys: Capture) -> None:
     def sampled(seed: int) -> str:
         return run(capsys, checkpoint, "x", "--max-tokens", 30, "--temperature", 2, "--seed", seed)[1]
 
     assert sampled(1) == sampled(1) != sampled(2)
 
 
-def test_the_prompt_comes_from_standard_input(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prompt_comes_from_standard_input(checkpoint: Path, capsys: Capture, monkeypatch: Patch) -> None:
     _, expected, _ = run(capsys, checkpoint, "déf", "--max-tokens", 5)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("déf".encode())))
     assert run(capsys, checkpoint, "-", "--max-tokens", 5)[:2] == (0, expected)
@@ -127,18 +124,14 @@ def test_no_part_of_a_stop_is_printed_however_the_tokens_cut_it() -> None:
         ("--device", "cpu", "holds no checkpoint; give a run directory"),
     ],
 )
-def test_bad_input_gets_a_sentence(
-    option: str, value: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_gets_a_sentence(option: str, value: str, message: str, tmp_path: Path, capsys: Capture) -> None:
     code, out, err = run(capsys, tmp_path, "text", option, value)
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.strip().splitlines()) == 1
 
 
-def test_an_interrupt_ends_the_line_without_a_traceback(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_the_line_without_a_traceback(checkpoint: Path, capsys: Capture, monkeypatch: Patch) -> None:
     class Interrupted(Pieces):
         def add(self, token: int) -> str:
             raise KeyboardInterrupt

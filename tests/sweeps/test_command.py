@@ -32,7 +32,7 @@ from isoflop.train.external import program
 from isoflop.train.files import read_json_lines
 from isoflop.train.job.environment import Ranks
 from isoflop.train.planner.command import check_command, command_line
-from small_runs import logged_steps
+from small_runs import Patch, logged_steps
 
 ROOT = Path(isoflop.__file__).resolve().parent
 # A trainer of a tenth of a second: it logs every 5 steps, saves every 10, and resumes exactly.
@@ -177,7 +177,7 @@ def test_a_program_that_misbehaves_is_one_sentence(expected: str, tmp_path: Path
     assert not alive, "a child of the program is left"
 
 
-def test_much_output_is_cut_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_output_is_cut_in_the_middle(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(program, "KEPT_FIRST", 1 << 20)
     code = "print('{\"step\": 40, \"val_loss\": 2.5}'); [print('x' * 1023) for _ in range(20_000)]; print('end')"
     config = config_of(python(code), tmp_path)
@@ -253,7 +253,7 @@ def test_a_grid_picks_from_the_sizes_of_the_trainer(tmp_path: Path) -> None:
         base_run(compose([*overrides, "trainer.sizes=[{n:1}]"]))
 
 
-def test_a_hugging_face_folder_is_scored_by_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hugging_face_folder_is_scored_by_lm_eval(tmp_path: Path, monkeypatch: Patch) -> None:
     import torch  # here, because a worker of another test imports this file
     from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

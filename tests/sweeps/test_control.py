@@ -21,7 +21,7 @@ from isoflop.sweeps.runs.journal import JOURNAL, OLD_LINES, Planned, Started
 from isoflop.sweeps.slurm.jobs import LAUNCH
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
-from small_runs import end, set_state
+from small_runs import Capture, end, set_state
 
 POLICY = Policy()
 
@@ -97,9 +97,7 @@ def test_a_run_is_named_by_first_digits_that_no_other_has(prefix: str, message: 
     assert message in str(error.value)
 
 
-def test_runs_that_do_not_train_are_cancelled_at_once_and_ended_ones_stay(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_that_do_not_train_are_cancelled_at_once(sweep: SweepDirectory, capsys: Capture) -> None:
     planned, queued, dead, diverged = sweep.runs()
     set_state(queued, "queued")
     begin(dead)  # no process holds its lock
@@ -114,7 +112,7 @@ def test_runs_that_do_not_train_are_cancelled_at_once_and_ended_ones_stay(
 
 
 def test_a_run_that_trains_is_asked_to_stop_and_left_to_its_worker(
-    sweep: SweepDirectory, lock_elsewhere: Callable[[RunDirectory], None], capsys: pytest.CaptureFixture[str]
+    sweep: SweepDirectory, lock_elsewhere: Callable[[RunDirectory], None], capsys: Capture
 ) -> None:
     run = sweep.runs()[0]
     begin(run)
@@ -162,7 +160,7 @@ def test_several_users_can_cancel_at_once(sweep: SweepDirectory) -> None:
 
 
 def test_jobs_in_the_queue_are_cancelled_with_the_whole_sweep_and_not_with_a_run(
-    sweep: SweepDirectory, tmp_path: Path, install: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+    sweep: SweepDirectory, tmp_path: Path, install: Callable[[str, str], None], capsys: Capture
 ) -> None:
     calls = tmp_path / "calls"
     comments = [("12_0", "isoflop:abc:worker:x"), ("13", "isoflop:abc:keeper:"), ("14", "isoflop:other:keeper:")]
@@ -182,9 +180,7 @@ def test_jobs_in_the_queue_are_cancelled_with_the_whole_sweep_and_not_with_a_run
     assert "its jobs stay in the queue" in capsys.readouterr().out
 
 
-def test_retry_without_names_takes_what_failed_and_what_was_killed(
-    sweep: SweepDirectory, resumed: list[set[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_retry_without_names_takes_what_failed(sweep: SweepDirectory, resumed: list[set[str]], capsys: Capture) -> None:
     failed, killed, cancelled, _ = sweep.runs()
     for _attempt in range(5):  # far beyond its budget
         fail(failed, "node")
@@ -203,7 +199,7 @@ def test_retry_without_names_takes_what_failed_and_what_was_killed(
 
 def test_finished_and_running_runs_are_not_retried(
     sweep: SweepDirectory, smoke: tuple[Path, str], resumed: list[set[str]],
-    lock_elsewhere: Callable[[RunDirectory], None], capsys: pytest.CaptureFixture[str],
+    lock_elsewhere: Callable[[RunDirectory], None], capsys: Capture,
 ) -> None:  # fmt: skip
     done, running = sweep.runs()[:2]
     shutil.copy(smoke[0] / "runs" / done.run_id / "summary.json", done.path)
@@ -222,9 +218,7 @@ def test_finished_and_running_runs_are_not_retried(
     assert states_of(sweep)[:2] == ["done", "running"]
 
 
-def test_retry_adds_one_run_at_a_lower_learning_rate_for_a_diverged_one(
-    sweep: SweepDirectory, resumed: list[set[str]]
-) -> None:
+def test_retry_adds_one_run_at_a_lower_rate_for_a_diverged_one(sweep: SweepDirectory, resumed: list[set[str]]) -> None:
     text = (sweep.path / "sweep.yaml").read_text()
     assert "diverged_rate_factor: null" in text
     (sweep.path / "sweep.yaml").write_text(text.replace("diverged_rate_factor: null", "diverged_rate_factor: 0.25"))
@@ -242,9 +236,7 @@ def test_retry_adds_one_run_at_a_lower_learning_rate_for_a_diverged_one(
 
 
 @pytest.mark.slow
-def test_a_failed_run_that_is_tried_again_ends_as_if_it_had_never_failed(
-    smoke: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_retried_run_ends_as_if_it_had_never_failed(smoke: tuple[Path, str], tmp_path: Path) -> None:
     sweep = SweepDirectory(Path(shutil.copytree(smoke[0], tmp_path / "smoke")))
     run = sweep.runs()[0]
     before = run.summary()
@@ -261,8 +253,8 @@ def test_a_failed_run_that_is_tried_again_ends_as_if_it_had_never_failed(
     assert states_of(sweep) == ["done"] * 4
 
 
-def test_what_was_cancelled_is_tried_again_when_asked_for(
-    sweep: SweepDirectory, resumed: list[set[str]], capsys: pytest.CaptureFixture[str]
+def test_what_was_cancelled_is_retried_if_asked(
+    sweep: SweepDirectory, resumed: list[set[str]], capsys: Capture
 ) -> None:
     control.cancel(sweep, [])
     capsys.readouterr()

@@ -51,7 +51,7 @@ def copy_of(sweep: SweepDirectory) -> SweepDirectory:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_copy_of_a_running_sweep_is_left_as_it_is_until_it_is_adopted(
+def test_a_copy_is_left_until_it_is_adopted(
     original: SweepDirectory, queue: Path, isoflop: Isoflop, command: list[str]
 ) -> None:
     copy = copy_of(original)
@@ -110,9 +110,7 @@ def test_nothing_is_changed_through_a_link_that_leads_out_of_the_sweep(
     assert contents(elsewhere) == before
 
 
-def test_the_sweeps_folder_may_be_a_link_and_what_the_doctor_removes_is_in_the_trash(
-    sweep: SweepDirectory, isoflop: Isoflop
-) -> None:
+def test_the_folder_may_be_a_link_and_the_doctor_removes_to_the_trash(sweep: SweepDirectory, isoflop: Isoflop) -> None:
     link = sweep.path.with_name("link")
     link.symlink_to(sweep.path)
     left = sweep.path / "fit" / ".law.json.abcdefgh"

@@ -25,7 +25,7 @@ from isoflop.sweeps.results.finish import cost_lines, write_results
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.journal import JOURNAL, Started
 from isoflop.train.files import write_json
-from small_runs import SMOKE, set_state
+from small_runs import SMOKE, Patch, set_state
 
 LONG_AGO = time.time() - 2 * doctor.OLD_SECONDS
 
@@ -155,7 +155,7 @@ def check_repair(sweep: SweepDirectory, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "kind"), LEFT)
-def test_what_a_killed_writer_left_is_repaired_once(
+def test_what_a_writer_left_is_repaired_once(
     sweep: SweepDirectory, name: str, text: str | None, kind: list[str]
 ) -> None:
     path = sweep.path / name.replace("RUN", f"runs/{first_run(sweep).run_id}")
@@ -164,7 +164,7 @@ def test_what_a_killed_writer_left_is_repaired_once(
 
 
 @pytest.mark.parametrize(("damage", "kind"), DISTURBED)
-def test_what_is_broken_is_found_and_repaired_once(
+def test_damage_is_repaired_once(
     sweep: SweepDirectory, damage: Callable[[SweepDirectory], None], kind: list[str]
 ) -> None:
     before, state = contents(sweep.path), first_run(sweep).state()
@@ -262,9 +262,7 @@ def test_faults_that_need_the_user_are_left(sweep: SweepDirectory) -> None:
 @pytest.mark.parametrize(("change", "kind"), [
     ({"isoflop_version": "0.0.7"}, "version"), ({"recipe": 1}, "version"), (None, "settings"),
 ])  # fmt: skip
-def test_a_sweep_of_another_version_is_looked_at_and_not_touched(
-    sweep: SweepDirectory, change: dict[str, object] | None, kind: str
-) -> None:
+def test_a_sweep_of_another_version_is_left(sweep: SweepDirectory, change: dict[str, object] | None, kind: str) -> None:
     settings = yaml.safe_load((sweep.path / "sweep.yaml").read_text())
     (sweep.path / "sweep.yaml").write_text("a: [" if change is None else yaml.safe_dump(settings | change))
     tear_metrics(sweep)
@@ -327,7 +325,7 @@ def test_a_file_of_another_form_is_named_and_no_command_fails(
 @pytest.mark.parametrize(("live", "memory", "is_said"), [
     ("", {"over": False}, True), ("", {}, True), ("4", {"over": False}, False), ("", {"over": True}, False),
 ])  # fmt: skip
-def test_a_sweep_without_keepers_is_reported(
+def test_missing_keepers_are_reported(
     sweep: SweepDirectory, install: Callable[[str, str], None], live: str, memory: dict, is_said: bool
 ) -> None:
     install("squeue", f"echo '{live}|PENDING|BeginTime|isoflop:0:keeper:'" if live else "true")
@@ -341,9 +339,7 @@ def test_a_sweep_without_keepers_is_reported(
     assert examine_sweep(sweep, repair=True) == []
 
 
-def test_a_full_disk_and_locks_without_effect_are_reported(
-    sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_and_locks_without_effect_are_reported(sweep: SweepDirectory, monkeypatch: Patch) -> None:
     assert doctor.lock_problem(sweep.path) is None
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e6))
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # like a file system that grants every lock
@@ -381,9 +377,7 @@ def test_a_running_sweep_is_clean_at_every_moment_and_is_not_disturbed(smoke: tu
 
 
 @pytest.mark.usefixtures("quick_pictures")
-def test_status_and_doctor_show_a_failed_fit_until_one_succeeds(
-    sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_and_doctor_show_a_failed_fit_until_one_succeeds(sweep: SweepDirectory, monkeypatch: Patch) -> None:
     def fail(*_: object, **named: object) -> None:
         raise ValueError("the table is no table")
 

@@ -31,7 +31,7 @@ from isoflop.train.files import read_json, write_json
 from isoflop.train.flops import flops_exact
 from isoflop.train.job.environment import Ranks
 from isoflop.train.schedule import trunk_steps
-from small_runs import forty_steps, own_signals, set_state
+from small_runs import Patch, forty_steps, own_signals, set_state
 
 EVERY = 10
 
@@ -60,9 +60,7 @@ def test_what_is_kept_for_branches_stays_and_no_run_becomes_another() -> None:
     assert keep_between(runs, None) == runs
 
 
-def test_a_missing_task_is_refused_before_anything_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: Callable[..., DataConfig]
-) -> None:
+def test_a_missing_task_is_refused(tmp_path: Path, monkeypatch: Patch, small_corpus: Callable[..., DataConfig]) -> None:
     data = small_corpus(512)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quiz.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}')
@@ -145,9 +143,7 @@ def opened(folder: Path) -> tuple[RunDirectory, RunDirectory, dict[str, Any]]:
     return trunk, branch, sweep.settings()["config"]["evaluate"]
 
 
-def test_every_kept_checkpoint_and_the_final_one_are_scored_once(
-    trained: Path, scored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kept_and_final_checkpoint_is_scored_once(trained: Path, scored: Path, monkeypatch: Patch) -> None:
     trunk, branch, settings = opened(trained)
     assert wanted_steps(trunk, settings) == [10, 20, 30, 40, 50, 60, 70, 80]
     assert wanted_steps(branch, settings) == [40]
@@ -162,8 +158,8 @@ def test_every_kept_checkpoint_and_the_final_one_are_scored_once(
     score(SweepDirectory(scored))
 
 
-def test_decoding_is_timed_where_it_is_asked_for_and_costs_no_other_score(
-    scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_decoding_is_timed_where_asked_and_costs_no_other_score(
+    scored: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     folder = tmp_path / "family"
     shutil.copytree(scored, folder)
@@ -190,9 +186,7 @@ def test_decoding_is_timed_where_it_is_asked_for_and_costs_no_other_score(
     assert timed["device"] == (trunk.summary() or {})["device"]
 
 
-def test_quantized_losses_are_columns_and_measured_once(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantized_losses_are_columns_and_measured_once(trained: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     folder = tmp_path / "family"
     shutil.copytree(trained, folder)
     trunk, branch, settings = opened(folder)

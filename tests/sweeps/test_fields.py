@@ -103,9 +103,7 @@ def corpus(small_corpus: Callable[..., DataConfig]) -> DataConfig:
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS, ids=[f"{kind}-{name}" for kind, name in FIELDS])
-def test_an_absurd_number_is_refused_in_one_sentence_or_works(
-    kind: str, name: str, corpus: DataConfig, tmp_path: Path
-) -> None:
+def test_an_absurd_number_is_refused_or_works(kind: str, name: str, corpus: DataConfig, tmp_path: Path) -> None:
     config = working_config(kind)
     config.data, config.output_root = corpus, str(tmp_path)
     if kind == "mixture":

@@ -68,9 +68,7 @@ def larger_run(sweep: SweepDirectory, loss: float | None) -> str:
     return str(run.path)
 
 
-def test_a_sealed_forecast_is_compared_with_the_outcome_of_its_run(
-    sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sealed_forecast_is_compared_with_its_run(sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--target" in CliRunner().invoke(app, ["forecast", str(sweep.path)]).stdout, "how to forecast a larger run"
     with monkeypatch.context() as earlier:
         earlier.setattr(running, "now_on", lambda folder: 1e9)  # a clock in whole seconds

@@ -34,7 +34,7 @@ from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.errors import UserError
 from isoflop.train.files import file_sha256
 from isoflop.train.loop import Stopped, train
-from small_runs import logged_steps, set_state, stop_after, without_clock
+from small_runs import Patch, logged_steps, set_state, stop_after, without_clock
 
 TRUNK_STEPS, BRANCH_STEPS, BEGIN = 40, 20, 16
 
@@ -102,7 +102,7 @@ def sweep(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFacto
     return trained(tmp_path_factory.mktemp("sweep"), trunk, shards), branch
 
 
-def test_a_run_that_saves_for_its_branches_is_the_one_that_does_not(
+def test_saving_for_branches_changes_no_bit(
     sweep: tuple[RunDirectory, RunConfig], trained_alone: dict[int, RunDirectory]
 ) -> None:
     assert_same(sweep[0], trained_alone[TRUNK_STEPS], TRUNK_STEPS)
@@ -135,7 +135,7 @@ def test_a_branch_is_the_run_trained_alone_bit_for_bit(
     assert run_id(load_for_evaluation(branch.path).config) == branch.run_id
 
 
-def test_a_branch_of_a_resumed_trunk_is_the_run_trained_alone(
+def test_a_resumed_trunk_changes_no_branch(
     run: RunConfig, trained_alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
 ) -> None:
     trunk, branch = (
@@ -154,9 +154,7 @@ def test_a_branch_of_a_resumed_trunk_is_the_run_trained_alone(
     assert_same(branch, trained_alone[BRANCH_STEPS], BRANCH_STEPS)
 
 
-def test_a_branch_of_a_schedule_without_decay_ends_with_its_own_step(
-    run: RunConfig, shards: Shards, tmp_path: Path
-) -> None:
+def test_a_branch_without_decay_ends_with_its_own_step(run: RunConfig, shards: Shards, tmp_path: Path) -> None:
     long, short = merge_runs(of_steps(replace(run, schedule=ScheduleConfig("constant", warmup_tokens=0)), 12, 5)).runs
     branch = directory(tmp_path, short)
     graft(branch, trained(tmp_path, long, shards))
@@ -190,8 +188,8 @@ def test_grafting_twice_or_at_once_does_no_harm(sweep: tuple[RunDirectory, RunCo
     assert sorted(logged_steps(branch.path)) == list(range(1, BEGIN + 1))
 
 
-def test_a_checkpoint_is_linked_or_copied_where_links_are_refused(
-    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_is_linked_or_copied(
+    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     trunk, config = sweep
     linked, copied = directory(tmp_path / "here", config), directory(tmp_path / "there", config)
@@ -219,8 +217,8 @@ def dying(function: Callable[..., Any], fatal: int) -> Callable[..., Any]:
     return lambda *arguments: os._exit(9) if next(calls) == fatal else function(*arguments)
 
 
-def test_a_kill_or_a_full_disk_in_the_middle_leaves_nothing_that_counts(
-    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_kill_or_a_full_disk_leaves_nothing(
+    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     trunk, config = sweep
     branch = directory(tmp_path, config)
@@ -248,9 +246,7 @@ def test_a_kill_or_a_full_disk_in_the_middle_leaves_nothing_that_counts(
     assert checkpoint.newest_valid(root, report=lambda line: None) == root / f"step_{BEGIN}"
 
 
-def test_a_trunk_without_a_whole_checkpoint_there_is_refused(
-    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path
-) -> None:
+def test_a_trunk_without_a_whole_checkpoint_is_refused(sweep: tuple[RunDirectory, RunConfig], tmp_path: Path) -> None:
     trunk, config = sweep
     broken = RunDirectory(Path(shutil.copytree(trunk.path, tmp_path / trunk.run_id)))
     branch = directory(tmp_path, config)

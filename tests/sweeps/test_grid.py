@@ -86,9 +86,7 @@ def cluster_run() -> RunConfig:
         (cluster_run(), [1e18, 2e18, 5e18, 1e19], 0.89),  # here many D are too short for the warm-up of their N
     ],
 )
-def test_neighbouring_budgets_share_sizes_and_save_what_trunks_can(
-    template: RunConfig, budgets: list[float], share: float
-) -> None:
+def test_neighbouring_budgets_share_sizes_and_trunks(template: RunConfig, budgets: list[float], share: float) -> None:
     runs = grid.expand_grid(IsoflopGrid(budgets=budgets), template)
     assert len(runs) == 24
     assert len({(run.budget, count_parameters(run.model).N_total) for run in runs}) == 24
@@ -269,9 +267,7 @@ LADDERS = [
 
 
 @pytest.mark.parametrize(("template", "sizes", "ratios"), LADDERS)
-def test_a_ladder_of_half_to_eight_times_a_d_costs_at_most_62_percent(
-    template: RunConfig, sizes: list[float], ratios: list[float]
-) -> None:
+def test_trunks_save_38_percent_of_a_ladder(template: RunConfig, sizes: list[float], ratios: list[float]) -> None:
     """Check 61.3 %: 1/2 + 1 + 2 + 4 + 8 is 15.5 units; a trunk of 8 and four decays of a fifth are 9.5."""
     runs = grid.expand_grid(LadderGrid(sizes=sizes, tokens_per_parameter=ratios), template)
     merged = merge_runs(runs)

@@ -35,6 +35,7 @@ from isoflop.sweeps.runs.journal import (
     fold,
     read_record,
 )
+from small_runs import Patch
 
 NEW = RunRecord(State("planned"))
 
@@ -95,7 +96,7 @@ def test_an_attempt_has_what_its_beginning_and_its_end_say() -> None:
     assert (after_reset.recent, after_reset.budget, after_reset.state.state) == ([], 1, "running")
 
 
-def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: Patch) -> None:
     append(tmp_path, Planned(at=1.0))
     with (tmp_path / JOURNAL).open("a") as file:
         file.write('{"event":"star')  # torn by a kill
@@ -112,9 +113,7 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / JOURNAL).read_bytes() == before
 
 
-def test_a_view_that_cannot_be_written_misleads_no_reader_and_is_written_with_the_next_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_view_that_cannot_be_written_misleads_no_reader(tmp_path: Path, monkeypatch: Patch) -> None:
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -30,7 +30,7 @@ from isoflop.sweeps.slurm import snapshot, submit
 from isoflop.sweeps.slurm.jobs import jobs_of, label_of, shape_of, submitted_workers
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
-from small_runs import end, set_state
+from small_runs import Patch, end, set_state
 from standin_slurm import StandIn
 
 SHAPE, TWO_RANKS = JobShape(0, 1, 1.0, 60), JobShape(0, 1, 1.0, 60, ranks_per_node=2)
@@ -77,7 +77,7 @@ class Launch:
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+def queue(tmp_path: Path, monkeypatch: Patch) -> StandIn:
     standin = StandIn(tmp_path / "slurm")
     monkeypatch.setenv("PATH", f"{standin.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(snapshot, "take", lambda sweep: tmp_path / "code")
@@ -160,9 +160,7 @@ def test_a_refusal_is_reported_in_slurms_words_and_the_next_pass_continues(make:
     assert len(queue.of_kind("worker")) == 1
 
 
-def test_an_answer_that_was_lost_may_make_a_worker_too_many(
-    make: Make, queue: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_was_lost_may_make_a_worker_too_many(make: Make, queue: StandIn, monkeypatch: Patch) -> None:
     monkeypatch.setattr(submit, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic))
     sweep = make({"run": 40.0})
     queue.say("lose", "")
@@ -173,9 +171,7 @@ def test_an_answer_that_was_lost_may_make_a_worker_too_many(
     assert queue.queue() == before
 
 
-def test_a_launcher_may_be_killed_at_every_step_that_it_has(
-    make: Make, queue: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_may_be_killed_at_every_step_that_it_has(make: Make, queue: StandIn, monkeypatch: Patch) -> None:
     sweep = make({"run0": 40.0, "run1": 40.0, "short": 1.0}, {"short": TWO_RANKS})
 
     def killed_at(step: int) -> bool:
@@ -213,9 +209,7 @@ def test_a_launcher_may_be_killed_at_every_step_that_it_has(
     assert step > 8
 
 
-def test_keepers_come_one_by_one_and_ask_for_little(
-    make: Make, queue: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keepers_come_one_by_one_and_ask_for_little(make: Make, queue: StandIn, monkeypatch: Patch) -> None:
     sweep = make(
         {"run": 40.0}, {"run": JobShape(1, 4, 8.0, 60)}, gpus_per_job=1, keeper_seconds=60, partition="gpu",
         keeper_partition="cpu", constraint="h100", additional_parameters={"exclusive": True, "reservation": "scaling"},
@@ -303,7 +297,7 @@ def test_the_laws_are_fitted_after_the_last_result_a_few_times_at_most(make: Mak
     assert not sweep.run_pass(), "a result is newer than the table"
 
 
-def test_a_job_that_slurm_could_not_launch_is_released_and_one_that_is_held_is_not_counted(
+def test_a_job_that_slurm_could_not_launch_is_released_and_a_held_one_is_not_counted(
     make: Make, queue: StandIn
 ) -> None:
     sweep = make({"run": 40.0})
@@ -341,9 +335,7 @@ def test_nodes_to_avoid_are_excluded_unless_too_few_others_are_up(make: Make, qu
     assert queue.flags(queue.of_kind("worker")[0])["exclude"] == "b"
 
 
-def test_a_job_runs_the_sweeps_copy_of_the_code_in_a_separate_folder(
-    make: Make, queue: StandIn, tmp_path: Path
-) -> None:
+def test_a_job_runs_the_sweeps_copy_of_the_code(make: Make, queue: StandIn, tmp_path: Path) -> None:
     sweep = make({"run": 40.0}, setup=["module load cuda"], python="apptainer exec image.sif python")
     sweep.run_pass()
     (worker,) = queue.of_kind("worker")
@@ -368,7 +360,7 @@ def test_a_job_runs_the_sweeps_copy_of_the_code_in_a_separate_folder(
     [({"SLURM_JOB_ID": "7"}, {"7_0", "7_1"}),
      ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"}, {"8_1_0"})],
 )  # fmt: skip
-def test_a_job_removes_the_half_of_a_result_that_its_earlier_start_left(
+def test_a_job_removes_half_a_result_of_an_earlier_start(
     tmp_path: Path, job: dict[str, str], removed: set[str]
 ) -> None:
     """Check the removal, without which submitit fails a job whose function has succeeded."""
@@ -415,15 +407,13 @@ def test_a_shape_is_read_from_the_comment_of_a_job(shape: JobShape) -> None:
 # The keeper
 
 
-def recorded_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def recorded_pauses(monkeypatch: Patch) -> list[float]:
     pauses: list[float] = []
     monkeypatch.setattr(slurm, "time", SimpleNamespace(**vars(time) | {"sleep": pauses.append}))
     return pauses
 
 
-def test_a_keeper_makes_one_pass_and_goes_while_another_waits(
-    make: Make, queue: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_keeper_makes_one_pass_and_goes_while_another_waits(make: Make, queue: StandIn, monkeypatch: Patch) -> None:
     sweep, pauses = make({"run": 40.0}), recorded_pauses(monkeypatch)
     slurm.keep(str(sweep.sweep.path))
     assert (len(queue.of_kind("keeper")), len(queue.of_kind("worker")), pauses) == (2, 1, [])
@@ -433,9 +423,7 @@ def test_a_keeper_makes_one_pass_and_goes_while_another_waits(
     assert queue.queue() == [], "a pass of a cancelled sweep starts no job"
 
 
-def test_a_failed_pass_is_repeated_by_the_same_keeper(
-    make: Make, queue: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_pass_is_repeated_by_the_same_keeper(make: Make, queue: StandIn, monkeypatch: Patch) -> None:
     """Check that a full disk does not end both keepers within a minute, which would leave the sweep unattended."""
     sweep, pauses = make({"run": 40.0}, keeper_seconds=7), recorded_pauses(monkeypatch)
     failures: list[Exception] = [OSError(errno.ENOSPC, "No space left on device"), UserError("SLURM refuses")]
@@ -451,9 +439,7 @@ def test_a_failed_pass_is_repeated_by_the_same_keeper(
     assert (pauses, len(queue.of_kind("worker"))) == ([7, 7], 1)
 
 
-def test_a_keeper_waits_while_another_process_holds_the_sweep(
-    make: Make, queue: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_keeper_waits_while_another_process_holds_the_sweep(make: Make, queue: StandIn, monkeypatch: Patch) -> None:
     sweep = make({"run": 40.0})
     monkeypatch.setattr(slurm, "LOCK_SECONDS", 0.0)
     lock = sweep.sweep.lock()

@@ -28,7 +28,7 @@ from isoflop.train.errors import OutOfMemory, UserError
 from isoflop.train.flops import flops_exact
 from isoflop.train.job.failure import Cause, Failure, RankError, note_failure, read_failure
 from isoflop.train.schedule import trunk_steps
-from small_runs import end, planned, until
+from small_runs import Patch, end, planned, until
 
 FORK = multiprocessing.get_context("fork")
 POLICY = Policy(heartbeat_seconds=0.05, hang_seconds=60.0, backoff_seconds=0.0)
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture(autouse=True)
-def small_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_margin(monkeypatch: Patch) -> None:
     monkeypatch.setattr(attempts, "MARGIN_SECONDS", 0.3)
 
 
@@ -227,7 +227,7 @@ def test_a_run_that_is_stopped_or_killed_without_end_ends_with_the_budget(run: R
     assert "cluster.max_requeues=2 allows; signal SIGUSR2" in str(run.state().reason)
 
 
-def test_a_full_disk_leaves_the_attempt_to_the_next_start(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_attempt_to_the_next_start(run: RunDirectory, monkeypatch: Patch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -248,9 +248,7 @@ def test_a_full_disk_leaves_the_attempt_to_the_next_start(run: RunDirectory, mon
 # A user's commands
 
 
-def test_a_reset_is_a_new_budget_and_a_clean_slate(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reset_is_a_new_budget_and_a_clean_slate(run: RunDirectory, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(lease, "this_user", lambda: "bob on login2")
     sweep = SweepDirectory(tmp_path)
     for _ in range(3):
@@ -317,7 +315,7 @@ def test_a_run_gives_signs_of_life_while_it_trains_and_none_afterwards(run: RunD
     assert sign_age(run) is None  # its thread has ended
 
 
-def test_clocks_of_nodes_may_differ_by_hours(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_of_nodes_may_differ_by_hours(run: RunDirectory, monkeypatch: Patch) -> None:
     run.give_sign()
     for skew in (-7200.0, 0.0, 7200.0):
         monkeypatch.setattr(time, "time", lambda skew=skew: time.monotonic() + skew)

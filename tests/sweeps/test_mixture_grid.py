@@ -27,7 +27,7 @@ from isoflop.train.config import DataConfig, DomainConfig, ModelConfig, RunConfi
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 from isoflop.train.flops import flops_exact
-from small_runs import SMOKE, set_state
+from small_runs import SMOKE, Capture, set_state
 
 WEIGHTS = {"code": 6.0, "prose": 3.0, "web": 1.0}
 
@@ -141,9 +141,7 @@ def sweep(tmp_path: Path) -> SweepDirectory:
     return write_sweep(tmp_path / "mix", config)
 
 
-def test_a_sweep_is_extended_and_suggestions_are_the_next_mixtures_that_the_budget_allows(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_is_extended_and_suggestions_are_the_next_mixtures(sweep: SweepDirectory, capsys: Capture) -> None:
     assert extend.extend_sweep(sweep, ["grid.mixtures=8"]) == []
     assert len(extend.extend_sweep(sweep, ["grid.mixtures=9"])) == 1
     price = flops_exact(sweep.runs()[0].config())
@@ -162,7 +160,7 @@ def test_a_sweep_is_extended_and_suggestions_are_the_next_mixtures_that_the_budg
         suggest_runs(sweep, price, 1e20)
 
 
-def test_the_plan_of_the_command_shows_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_the_command_shows_mixtures(tmp_path: Path, capsys: Capture) -> None:
     for name in WEIGHTS:
         (tmp_path / f"{name}.txt").write_text(f"a line of {name}\n" * 4000)
     domains = ",".join(f"{name}:{{path:{tmp_path / name}.txt}}" for name in WEIGHTS)

@@ -25,6 +25,7 @@ import pytest
 import yaml
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.runs.journal import read_record
+from small_runs import Patch
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 TRUNK, BRANCH = "098f8cb168", "d4c09158c2"
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("quick_pictures")
 
 
 @pytest.fixture
-def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def old(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Return a copy of the folder that the sweeps were started from, and make it the current one."""
     folder = Path(shutil.copytree(FIXTURES / "sweep_0.1", tmp_path / "old"))
     monkeypatch.chdir(folder)
@@ -72,9 +73,7 @@ def test_status_and_fit_read_it(old: Path, isoflop: Isoflop) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_that_it_was_started_with_continues_it_to_the_report(
-    old: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_its_own_command_continues_it_to_the_report(old: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sweep, before = old / "local", plan(old / "local")
     done = [name for name in before if read(sweep / "runs" / name / "state.json")["state"] == "done"]
     contents = {name: [(sweep / "runs" / name / file).read_bytes() for file in WRITTEN] for name in done}
@@ -107,9 +106,7 @@ def test_a_sweep_whose_jobs_an_earlier_version_submitted_is_shown(old: Path, iso
     assert json.loads(isoflop("status", "slurm", "--json")[1])["states"] == {"queued": 5}
 
 
-def test_a_sweep_with_journals_continues_where_its_launcher_was_killed(
-    tmp_path: Path, isoflop: Isoflop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_with_journals_continues_after_a_kill(tmp_path: Path, isoflop: Isoflop, monkeypatch: Patch) -> None:
     sweep = Path(shutil.copytree(FIXTURES / "sweep_0.2", tmp_path / "new")) / "local"
     monkeypatch.chdir(sweep.parent)
     status = json.loads(isoflop("status", "local", "--json")[1])

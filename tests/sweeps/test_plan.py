@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import multiprocessing
 import random
 import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from isoflop.train.data import corpora
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact
+from small_runs import Patch
 
 
 def runs() -> list[RunConfig]:
@@ -64,9 +64,7 @@ def test_a_run_of_several_ranks_costs_the_gpus_of_all_of_them() -> None:
 @pytest.mark.parametrize("per_node", [1, 2, 3, 4, 8, None])
 @pytest.mark.parametrize("dp", [1, 2, 3, 7, 12, 64])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_nodes_hold_whole_tensor_parallel_groups_and_are_as_few_as_can_be(
-    tp: int, dp: int, per_node: int | None
-) -> None:
+def test_nodes_hold_whole_tensor_parallel_groups(tp: int, dp: int, per_node: int | None) -> None:
     parallel, cluster = ParallelConfig(tp=tp, dp=dp), ClusterConfig(kind="slurm", ranks_per_node=per_node)
     if per_node is not None and tp > per_node:
         with pytest.raises(UserError, match=rf"^parallel\.tp is {tp}; .* cluster\.ranks_per_node {per_node},"):
@@ -83,9 +81,7 @@ def test_nodes_hold_whole_tensor_parallel_groups_and_are_as_few_as_can_be(
     ("ranks", "jobs", "threads", "rate"),
     [(1, 8, 1, 1.0), (2, 4, 1, 2.0), (3, 2, 1, 3.0), (4, 2, 1, 4.0), (5, 1, 1, 5.0), (16, 1, 1, 8.0)],
 )
-def test_jobs_of_several_ranks_share_the_cores(
-    ranks: int, jobs: int, threads: int, rate: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_of_ranks_share_the_cores(ranks: int, jobs: int, threads: int, rate: float, monkeypatch: Patch) -> None:
     monkeypatch.setattr(rates, "usable_cores", lambda: 8)
     assert rates.places(ClusterConfig(), ranks, 1.0) == rates.Places(jobs, threads, rate)
 
@@ -186,9 +182,7 @@ def planned(name: str, seconds: float, parent: str | None = None, first_step: in
         ([planned("t", 10), planned("b", 4, "t", 50), planned("c", 3, "b", 75)], 3, 10.0),
     ],
 )
-def test_the_estimate_of_a_sweep_lets_branches_wait_for_their_trunks(
-    runs: list[PlannedRun], places: int, seconds: float
-) -> None:
+def test_the_estimate_lets_branches_wait_for_their_trunks(runs: list[PlannedRun], places: int, seconds: float) -> None:
     assert wall_clock(runs, places) == seconds
 
 
@@ -199,7 +193,7 @@ KIND = kind_of("fp32", "", 1024, 128)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "calibration.json"
 
@@ -309,18 +303,18 @@ def test_a_damaged_file_is_put_aside_with_a_warning_and_never_stops_a_plan(cache
     assert record({("b", 64): 2e9}) is None
 
 
-WRITER = """
-import sys
-from isoflop.sweeps.plan.rates import Measured, record_rates
-for number in range(10):
-    warning = record_rates("here", [Measured(f"{sys.argv[1]}-{number}", sys.argv[1], 64, 1e9, "cpu")])
-    assert warning is None, warning
-"""
+def record_ten(kind: str) -> None:
+    for number in range(10):
+        assert record_rates("here", [Measured(f"{kind}-{number}", kind, 64, 1e9, "cpu")]) is None
 
 
 def test_sweeps_that_end_together_lose_none_of_each_others_runs(cache: Path) -> None:
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, kind]) for kind in ("a", "b", "c")]
-    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    writers = [multiprocessing.get_context("fork").Process(target=record_ten, args=(kind,)) for kind in "abc"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
     kinds = json.loads(cache.read_text())["places"]["here"]["kinds"]
     assert {kind: len(widths["64"]) for kind, widths in kinds.items()} == {"a": 10, "b": 10, "c": 10}
 
@@ -332,7 +326,7 @@ FEW_SIZES = "sizes per budget are needed"
 
 
 @pytest.fixture
-def notes_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def notes_of(monkeypatch: Patch) -> Callable[..., list[str]]:
     def ask(grid: GridConfig, vocabulary: int = 256, text: int | None = None) -> list[str]:
         class Corpus:
             def size_bytes(self) -> int | None:

@@ -24,7 +24,7 @@ from isoflop.train.config import DataConfig, run_id
 from isoflop.train.data.split import split_corpus
 from isoflop.train.data.tokenizers import planned_vocab_size
 from isoflop.train.errors import UserError
-from small_runs import set_state
+from small_runs import Capture, set_state
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ DOUBTS = [
 
 
 @pytest.mark.parametrize(("overrides", "phrase"), DOUBTS, ids=[" ".join(overrides) for overrides, _ in DOUBTS])
-def test_a_setting_that_is_hardly_meant_gets_a_note(
+def test_a_doubtful_setting_has_a_note(
     overrides: list[str], phrase: str | None, data: DataConfig, tmp_path: Path
 ) -> None:
     config = configuration(data, tmp_path, "tuning=fixed", "data.validation_fraction=0.2", *overrides)
@@ -116,9 +116,7 @@ def ids(prepared: Prepared) -> set[str]:
     return {run_id(run) for run in prepared.runs}
 
 
-def test_the_plan_from_the_folder_is_that_of_the_configuration(
-    shared_sweep: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_of_the_folder_is_that_of_the_config(shared_sweep: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shared_sweep.sweep.path
     (folder / "fit").mkdir()
     for cwd, path in ((folder, "."), (folder / "fit", ".."), (folder.parent, folder)):
@@ -131,9 +129,7 @@ def test_the_plan_from_the_folder_is_that_of_the_configuration(
     assert {run_id(run): run for run in reread.runs} == {run_id(run): run for run in shared_sweep.runs}
 
 
-def test_a_sweep_grows_from_its_folder_without_its_corpus(
-    tmp_path: Path, small_corpus: Callable[..., DataConfig]
-) -> None:
+def test_a_sweep_grows_without_its_corpus(tmp_path: Path, small_corpus: Callable[..., DataConfig]) -> None:
     """Delete the corpus, which a compute node may not have."""
     moved = small_corpus(validation_tokens=256)
     planned = prepare.from_config(configuration(moved, tmp_path))
@@ -146,9 +142,7 @@ def test_a_sweep_grows_from_its_folder_without_its_corpus(
 POINT = {"kind": "points", "points": [{"model.width": 16, "model.depth": 1, "model.heads": 2, "tokens": 640}]}
 
 
-def test_what_is_added_is_in_every_later_plan_and_nothing_is_added_twice(
-    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
-) -> None:
+def test_what_is_added_is_in_every_later_plan(sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path) -> None:
     planned = sweep()
     (name,) = extend.add_grid(planned.sweep, planned.config, extend.as_grid(POINT, "here"), "a test")
     assert extend.add_grid(planned.sweep, planned.config, extend.as_grid(POINT, "here"), "a test") == []
@@ -170,7 +164,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize(("overrides", "difference"), REQUESTS, ids=[" ".join(overrides) for overrides, _ in REQUESTS])
 def test_a_folder_of_another_request_is_refused_with_what_differs(
-    shared_sweep: Prepared, data: DataConfig, overrides: list[str], difference: str, capsys: pytest.CaptureFixture[str]
+    shared_sweep: Prepared, data: DataConfig, overrides: list[str], difference: str, capsys: Capture
 ) -> None:
     folder = shared_sweep.sweep.path
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and ".lock" not in path.name}
@@ -198,7 +192,7 @@ def test_settings_that_change_no_run_may_differ(shared_sweep: Prepared, data: Da
     assert "evaluate.limit was 150 and is 7, fit.bootstrap was 1000 and is 7" in note
 
 
-def test_a_torn_plan_is_written_again_by_the_same_request_and_by_no_other(
+def test_a_torn_plan_is_written_by_the_same_request(
     sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
 ) -> None:
     planned = sweep()
@@ -209,9 +203,7 @@ def test_a_torn_plan_is_written_again_by_the_same_request_and_by_no_other(
     assert "seed was 0 and is 7" in other
 
 
-def test_merged_requests_are_one_sweep_whichever_of_them_is_asked_for_next(
-    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
-) -> None:
+def test_merged_requests_are_one_sweep(sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path) -> None:
     first = ids(sweep())
     merged = prepare.from_config(configuration(data, tmp_path, "seed=1", "sweep_merge=true"))
     assert prepare.conflict(merged) is None
@@ -229,7 +221,7 @@ def test_merged_requests_are_one_sweep_whichever_of_them_is_asked_for_next(
     assert prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=2", "sweep_merge=true"))) is None
 
 
-def test_what_a_merged_sweep_is_extended_by_is_of_its_newest_request(
+def test_a_merged_sweep_grows_by_its_newest_request(
     sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
 ) -> None:
     sweep("grid.sizes=[4e4]")  # a longer run, which is the first of the plan
@@ -241,9 +233,7 @@ def test_what_a_merged_sweep_is_extended_by_is_of_its_newest_request(
     assert merged.sweep.run(name).config().data.path == str(other_corpus)
 
 
-def test_a_grid_is_extended_by_what_changes_of_it(
-    sweep: Callable[..., Prepared], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_is_extended_by_its_changes(sweep: Callable[..., Prepared], tmp_path: Path, capsys: Capture) -> None:
     planned = sweep()
     assert extend.extend_sweep(planned.sweep, ["grid.tokens_per_parameter=[1,2,4]", "dry_run=true"]) == []
     assert re.search(r"dry run: 2 runs would be added, for [1-9]\S+ FLOPs", capsys.readouterr().out)
@@ -346,9 +336,7 @@ CONTENT = (  # axes over what runs read, the number of distinct values, and a va
 
 
 @pytest.mark.parametrize(("axes", "count", "first"), CONTENT, ids=[axes for axes, _, _ in CONTENT])
-def test_a_grid_over_texts_has_a_run_for_every_distinct_point(
-    axes: str, count: int, first: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_grid_over_texts_has_distinct_runs(axes: str, count: int, first: dict[str, object], tmp_path: Path) -> None:
     for name in "ABC":
         path = tmp_path / name
         path.mkdir()

@@ -64,9 +64,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("points", "settings", "sentence"), REFUSED)
-def test_bad_precision_grids_are_refused_in_one_sentence(
-    points: dict[str, Any], settings: dict[str, str], sentence: str
-) -> None:
+def test_bad_precision_grids_are_refused(points: dict[str, Any], settings: dict[str, str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         expand_grid(grid(**points), replace(BASE, quantization=QuantizationConfig(**settings)))
 
@@ -90,9 +88,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
     return sweep
 
 
-def test_the_main_law_is_of_the_unquantized_runs_and_formats_have_their_own(
-    isoflop: Isoflop, finished: SweepDirectory, tmp_path: Path
-) -> None:
+def test_formats_have_laws_of_their_own(isoflop: Isoflop, finished: SweepDirectory, tmp_path: Path) -> None:
     table, quick = finished.path / "table.csv", ("--bootstrap", 0, "--intervals", "noise", "--json", "--speedup")
     frame = fit.read_table(table).frame
     (last,) = frame.query("activations_format != gradients_format")[COLUMNS].drop_duplicates().to_numpy()

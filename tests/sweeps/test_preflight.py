@@ -18,6 +18,7 @@ from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.preflight import decided, read_record
 from isoflop.train.config import DataConfig, RunConfig, TrackerConfig, run_id
 from isoflop.train.preflight.preflight import FAILED, PASSED, REPLACED, Finding, hosts_of
+from small_runs import Patch
 
 DISK = Finding("disk", PASSED, "there is room")
 FINE = Finding("loss", PASSED, "the loss is right")
@@ -26,7 +27,7 @@ WRONG = Finding("step", FAILED, "a step is off by 0.1")
 
 
 @pytest.fixture
-def pending_findings(monkeypatch: pytest.MonkeyPatch) -> list[list[Finding]]:
+def pending_findings(monkeypatch: Patch) -> list[list[Finding]]:
     """Return a list of the findings of the next checks of a kind of node; an unexpected check fails."""
     pending: list[list[Finding]] = []
 
@@ -49,7 +50,7 @@ def check_first_job(sweep: SweepDirectory) -> list[str]:
     return list(preflight.check_first_job(sweep, [run.config() for run in sweep.runs()], ranks=1))
 
 
-def test_a_node_that_passed_is_looked_at_once_in_all_sweeps(
+def test_a_node_that_passed_is_checked_once_in_all_sweeps(
     tmp_path: Path, pending_findings: list[list[Finding]]
 ) -> None:
     first, _ = sweep_of(tmp_path / "first")
@@ -66,7 +67,7 @@ def test_a_node_that_passed_is_looked_at_once_in_all_sweeps(
     assert len(check_first_job(other)) == 1
 
 
-def test_a_node_that_failed_is_named_and_looked_at_again_by_the_next_sweep(
+def test_a_node_that_failed_is_named_and_checked_by_the_next(
     tmp_path: Path, pending_findings: list[list[Finding]]
 ) -> None:
     first, _ = sweep_of(tmp_path / "first")
@@ -81,8 +82,8 @@ def test_a_node_that_failed_is_named_and_looked_at_again_by_the_next_sweep(
     assert len(check_first_job(second)) == 1
 
 
-def test_a_second_node_of_a_kind_is_checked_for_its_own_disk_alone(
-    tmp_path: Path, pending_findings: list[list[Finding]], monkeypatch: pytest.MonkeyPatch
+def test_a_second_node_is_checked_for_its_disk(
+    tmp_path: Path, pending_findings: list[list[Finding]], monkeypatch: Patch
 ) -> None:
     sweep, _ = sweep_of(tmp_path / "sweep")
     pending_findings.append([WRONG])
@@ -108,9 +109,7 @@ def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert decided(directory).parallel.attention == "sdpa"
 
 
-def test_what_was_decided_holds_for_all_runs_and_changes_no_id(
-    tmp_path: Path, pending_findings: list[list[Finding]]
-) -> None:
+def test_what_was_decided_holds_for_all_runs(tmp_path: Path, pending_findings: list[list[Finding]]) -> None:
     sweep, directory = sweep_of(tmp_path / "sweep")
     assert decided(directory) == directory.config()
     pending_findings.append([REPLACES])
@@ -128,7 +127,7 @@ def test_what_was_decided_holds_for_all_runs_and_changes_no_id(
     assert decided(directory).parallel.attention == "sdpa"
 
 
-def test_hosts_are_asked_that_runs_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_asked_that_runs_need(monkeypatch: Patch) -> None:
     def hosts(mode: str = "auto", **data: str) -> list[str]:
         return hosts_of(RunConfig(data=DataConfig(**data), tracker=TrackerConfig(mode=mode)))  # type: ignore[arg-type]
 
@@ -146,7 +145,7 @@ SMALL = [
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

@@ -21,11 +21,12 @@ from isoflop.sweeps.slurm import commands as slurm
 from isoflop.sweeps.slurm.submit import Request, Submission
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig
 from isoflop.train.errors import UserError
+from small_runs import Patch
 
 Install = Callable[[str, str], None]
 
 
-def test_a_local_job_inside_an_allocation_is_no_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_job_inside_an_allocation_is_no_slurm_job(monkeypatch: Patch) -> None:
     """Check the job id, because Ctrl-C on a local sweep must not requeue the allocation in which it runs."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
@@ -38,7 +39,7 @@ def test_a_local_job_inside_an_allocation_is_no_slurm_job(monkeypatch: pytest.Mo
     assert directory.job_id() == "5_2"
 
 
-def test_jobs_submitted_from_a_job_do_not_inherit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_submitted_from_a_job_do_not_inherit_it(monkeypatch: Patch) -> None:
     of_job = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SRUN_CPUS_PER_TASK": "4", "SUBMITIT_EXECUTOR": "slurm"}
     for name, value in {**of_job, "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "mine"}.items():
         monkeypatch.setenv(name, value)
@@ -79,9 +80,7 @@ def test_without_accounting_the_controller_is_asked_once_an_array(install: Insta
     assert calls.read_text().split() == ["5", "6", "7"]
 
 
-def test_a_controller_that_restarts_is_asked_again_for_a_while(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_controller_that_restarts_is_asked_again(install: Install, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
     count, refuse = tmp_path / "count", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
     after_three_calls = f'[ "$(wc -l < {count})" -gt 3 ] &&'
@@ -95,7 +94,7 @@ def test_a_controller_that_restarts_is_asked_again_for_a_while(
         slurm.queue(patience=0.05)
 
 
-def test_where_no_command_is_there_slurm_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_command_is_there_slurm_says_nothing(monkeypatch: Patch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert slurm.outcomes(["7"]) == {}
     assert slurm.elapsed(["7"]) == {}
@@ -194,7 +193,7 @@ ACCOUNTING = """case "$*" in *'show user'*) echo ours;; *account=ours*) echo '||
 
 
 @pytest.fixture
-def commands(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+def commands(install: Install, tmp_path: Path, monkeypatch: Patch) -> Install:
     """Return a function that puts a script on a PATH that has no command of SLURM."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("USERNAME", slurm_cluster.getpass.getuser())
@@ -225,9 +224,7 @@ def test_paths_with_signs_that_jobs_misread_are_refused_on_slurm_alone(character
     assert is_refused("local") == (character == "/" or not character.isprintable())
 
 
-def test_a_backslash_in_the_folder_that_jobs_are_started_from_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backslash_in_the_folder_that_jobs_are_started_from_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "a\\b").mkdir()
     monkeypatch.chdir(tmp_path / "a\\b")
     with pytest.raises(UserError, match="SLURM jobs cannot run in"):

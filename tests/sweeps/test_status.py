@@ -31,7 +31,7 @@ from isoflop.sweeps.slurm.jobs import label_of
 from isoflop.train.config import ModelConfig, RunConfig, run_id
 from isoflop.train.files import write_json
 from rich.console import Console
-from small_runs import end, set_state
+from small_runs import Capture, Patch, end, set_state
 
 
 def make_sweep(folder: Path, count: int = 4, gpus: int = 1) -> SweepDirectory:
@@ -133,9 +133,7 @@ def test_a_dead_run_costs_nothing_more_and_has_no_expected_end(sweep: SweepDirec
     assert status.sweep_status(sweep)["eta_seconds"] is None, "no worker is running"
 
 
-def test_a_loss_that_is_no_number_does_not_break_the_json(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_that_is_no_number_does_not_break_the_json(sweep: SweepDirectory, capsys: Capture) -> None:
     run = sweep.runs()[0]
     metrics(run, train_loss=float("nan"))
     set_state(run, "diverged", reason="the loss is nan")
@@ -214,9 +212,7 @@ def test_a_sweep_ends_with_its_last_run_on_the_workers_of_now() -> None:
     assert status.sweep_eta([*running, *waiting, cancelled]) == 120.0
 
 
-def test_status_shows_why_a_job_waits_and_asks_slurm_once(
-    sweep: SweepDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_shows_why_a_job_waits(sweep: SweepDirectory, tmp_path: Path, monkeypatch: Patch) -> None:
     program, calls = tmp_path / "bin" / "squeue", tmp_path / "calls"
     program.parent.mkdir()
     queued, preempted, running, _ = sweep.runs()
@@ -247,9 +243,7 @@ def fail(run: RunDirectory, cause: str) -> None:
     set_state(run, "failed", reason=f"{cause} it was")
 
 
-def test_a_watch_waits_for_retries_and_not_for_final_failures(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watch_waits_for_retries_alone(sweep: SweepDirectory, capsys: Capture, monkeypatch: Patch) -> None:
     retried, *others = sweep.runs()
     fail(retried, "killed")
     for run in others:
@@ -264,9 +258,7 @@ def test_a_watch_waits_for_retries_and_not_for_final_failures(
     assert printed == [{"failed": 4}, {"failed": 3, "diverged": 1}]
 
 
-def test_following_a_log_goes_on_while_the_run_is_tried_again(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_a_log_goes_on_with_retries(sweep: SweepDirectory, capsys: Capture, monkeypatch: Patch) -> None:
     retried, final = sweep.runs()[:2]
     fail(retried, "killed")
     fail(final, "error")
@@ -300,9 +292,7 @@ def test_a_follower_reads_each_line_once_also_of_a_replaced_file(tmp_path: Path)
     assert follower.lines() == ["another file, longer than before"]
 
 
-def test_following_a_log_ends_with_the_run_and_loses_no_line(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_a_log_ends_with_the_run(sweep: SweepDirectory, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(logs, "POLL_SECONDS", 0.01)
     run = sweep.runs()[0]
     set_state(run, "running", job_id="12_3")
@@ -327,9 +317,7 @@ def test_following_a_log_ends_with_the_run_and_loses_no_line(
     assert "12_3_0_log.err: srun: error" in printed
 
 
-def test_logs_show_added_runs_and_say_where_there_are_none(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_show_added_runs_and_say_where_there_are_none(sweep: SweepDirectory, capsys: Capture) -> None:
     logs.print_newest_lines(sweep, follow=False)
     assert capsys.readouterr().out == "no run is running or failed (4 planned)\n"
     added = sweep.run("0123456789")
@@ -348,12 +336,12 @@ def runs() -> list[RunConfig]:
     return expand_grid(points, RunConfig(model=ModelConfig(vocab_size=256), tokens=0))
 
 
-def printed_plan(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+def printed_plan(capsys: Capture, *arguments: Any) -> str:
     print_plan(*arguments)
     return capsys.readouterr().out
 
 
-def test_a_long_plan_is_folded_and_a_short_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_plan_is_folded_and_a_short_one_is_not(capsys: Capture) -> None:
     short_plan = plan_runs(runs(), ClusterConfig(), 1e12, 2)
     output = printed_plan(capsys, short_plan, ClusterConfig())
     assert all(run.run_id in output for run in short_plan.runs)
@@ -367,7 +355,7 @@ def test_a_long_plan_is_folded_and_a_short_one_is_not(capsys: pytest.CaptureFixt
     assert "… 23 more …" in output
 
 
-def test_a_dry_run_says_cost_source_jobs_and_expected_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_cost_source_jobs_and_expected_starts(capsys: Capture) -> None:
     cluster = ClusterConfig(kind="slurm", gpus_per_job=1, cpus_per_task=4, dollars_per_gpu_hour=2.0, queue_minutes=1.0)
     planned = plan_runs(runs(), cluster, 1.125e10, 8)
     short_seconds = [run.estimated_seconds for run in planned.runs if run.estimated_seconds < 60]
@@ -385,7 +373,7 @@ def test_a_dry_run_says_cost_source_jobs_and_expected_starts(capsys: pytest.Capt
     assert "jobs:" not in output
 
 
-def test_a_retried_run_is_reported_and_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_retried_run_is_reported_and_counted_once(tmp_path: Path, capsys: Capture) -> None:
     planned, sweep = plan_runs(runs()[:2], ClusterConfig(), 1e12, 1), SweepDirectory(tmp_path)
     directories = [sweep.run(run.run_id) for run in planned.runs]
     for directory in directories:
@@ -417,9 +405,7 @@ def test_a_retried_run_is_reported_and_counted_once(tmp_path: Path, capsys: pyte
         assert capsys.readouterr().out == ""
 
 
-def test_a_machine_slower_than_planned_is_named_with_a_time_left_that_fits(
-    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_slower_than_planned_is_named_with_a_time_left(sweep: SweepDirectory, capsys: Capture) -> None:
     configs = [run.config() for run in sweep.runs()]
     planned, slow = plan_runs(configs, ClusterConfig(), 1e9, 1), "3.5 times slower than planned"
     write_json(sweep.path / "plan.json", planned.to_dict())
@@ -442,9 +428,7 @@ def test_a_machine_slower_than_planned_is_named_with_a_time_left_that_fits(
 
 
 @pytest.mark.parametrize(("width", "lines"), [(120, 5 + 2), (80, 5 + 2 * 2)])
-def test_budgets_stay_readable_on_a_narrow_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, lines: int
-) -> None:
+def test_budgets_are_readable_on_a_narrow_terminal(capsys: Capture, monkeypatch: Patch, width: int, lines: int) -> None:
     monkeypatch.setattr(terminal, "console", lambda: Console(width=width))
     item = {"N": 1.274e9, "N_ci": [9.87e8, 1.543e9], "D": 2.5e12, "D_ci": [1.11e12, 9.99e12], "loss": 2.1234}
     item |= {"flops": 1.91e22, "loss_ci": [2.0, 2.2]}

@@ -35,6 +35,7 @@ from isoflop.train.config import RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.flops import count_parameters, flops_exact
 from isoflop.train.schedule import trunk_steps
+from small_runs import Capture
 
 BUDGETS = [5e10, 1e11, 2e11]
 
@@ -53,9 +54,7 @@ def suggestion(sweep: SweepDirectory) -> Suggestion:
     return suggest_runs(sweep, 1e12, 1e14, max_flops=4e11, max_runs=12)
 
 
-def test_the_grid_that_is_written_expands_to_the_suggested_runs(
-    sweep: SweepDirectory, suggestion: Suggestion, tmp_path: Path
-) -> None:
+def test_the_written_grid_has_the_suggested_runs(sweep: SweepDirectory, suggestion: Suggestion, tmp_path: Path) -> None:
     file = tmp_path / "more.yaml"
     file.write_text(yaml.safe_dump(suggestion.grid, sort_keys=False))
     config = prepare.configuration(sweep)
@@ -87,7 +86,7 @@ def test_both_intervals_should_shrink_and_a_large_run_checks_the_law(suggestion:
     assert min(checks) >= 0.5 * max(run.flops for run in suggestion.runs)
 
 
-def test_a_suggestion_is_plain_json_and_a_table(suggestion: Suggestion, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suggestion_is_plain_json_and_a_table(suggestion: Suggestion, capsys: Capture) -> None:
     assert json.loads(json.dumps(suggestion.to_dict(), allow_nan=False))["runs"][0]["run_id"]
     print_suggestion(suggestion)
     output = capsys.readouterr().out
@@ -140,9 +139,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSED)
-def test_what_cannot_be_suggested_is_refused_in_one_sentence(
-    sweep: SweepDirectory, options: dict[str, float], sentence: str
-) -> None:
+def test_what_cannot_be_suggested_is_refused(sweep: SweepDirectory, options: dict[str, float], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence) as error:
         suggest_runs(sweep, **options)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
@@ -152,9 +149,7 @@ LAWS = [({"objective": "squares"}, ChinchillaLaw("squares")), ({"form": "gamma",
 
 
 @pytest.mark.parametrize(("settings", "law"), LAWS)
-def test_the_law_that_the_sweeps_fit_asks_for_is_the_one_that_is_asked(
-    sweep: SweepDirectory, settings: dict[str, Any], law: ChinchillaLaw
-) -> None:
+def test_the_law_asked_is_that_of_the_fit(sweep: SweepDirectory, settings: dict[str, Any], law: ChinchillaLaw) -> None:
     config = prepare.configuration(sweep)
     standing = fit_standing(sweep, replace(config, fit=replace(config.fit, **settings)), 1e14)
     table = standing.table
@@ -166,9 +161,7 @@ def test_the_law_that_the_sweeps_fit_asks_for_is_the_one_that_is_asked(
     assert standing.loss.value == pytest.approx(float(law.optimal(1e14).loss[0]), rel=1e-6)
 
 
-def test_runs_are_suggested_under_the_law_of_the_sweeps_fit(
-    suggestion: Suggestion, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_suggested_under_the_law_of_the_fit(suggestion: Suggestion, tmp_path: Path, capsys: Capture) -> None:
     config = make_config(IsoflopGrid(budgets=BUDGETS, sizes=4))
     config.fit.form = "overtraining"
     fixed_sweep = write_sweep(tmp_path / "sweep", config)

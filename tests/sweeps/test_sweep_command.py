@@ -18,7 +18,7 @@ from isoflop.fit import read_table
 from isoflop.fit.checks.doctor import examine
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.runs.directory import SweepDirectory
-from small_runs import SMOKE, until
+from small_runs import SMOKE, Capture, Patch, until
 
 ROOT = Path(__file__).resolve().parents[2]
 # As SMOKE, but long enough to be interrupted: a few seconds, a checkpoint every few steps.
@@ -88,16 +88,14 @@ def test_a_sweep_writes_what_the_contract_says(smoke: tuple[Path, str]) -> None:
 
 
 @pytest.mark.usefixtures("quick_pictures")
-def test_again_trains_nothing(sweep: SweepDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+def test_again_trains_nothing(sweep: SweepDirectory, capfd: Capture) -> None:
     before = {path: path.stat().st_mtime_ns for path in sweep.path.glob("runs/*/metrics.jsonl")}
     assert sweep_main([*SMOKE, "fit.bootstrap=20", f"output_root={sweep.path.parent}"]) == 0
     assert {path: path.stat().st_mtime_ns for path in sweep.path.glob("runs/*/metrics.jsonl")} == before
     assert "report.html" in capfd.readouterr().out
 
 
-def test_the_same_science_has_the_same_id_in_any_sweep(
-    smoke: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_science_has_the_same_id_in_any_sweep(smoke: tuple[Path, str], tmp_path: Path, capfd: Capture) -> None:
     other = [*SMOKE, "sweep=other", "cluster.minutes=1", "log_every=3", f"output_root={tmp_path}", "dry_run=true"]
     assert sweep_main(other) == 0
     output = capfd.readouterr().out
@@ -226,7 +224,7 @@ def test_a_killed_worker_is_replaced_and_its_run_is_tried_again(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_without_benchmarks_the_laws_are_fitted_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_benchmarks_the_laws_are_fitted_all_the_same(tmp_path: Path, monkeypatch: Patch) -> None:
     arguments = [argument for argument in SMOKE if argument != "evaluate=none"]
     arguments += ["grid.sizes=[5e3]", "grid.tokens=[8192]", "sweep=u"]
     monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "cache"))
@@ -300,7 +298,7 @@ def test_a_full_disk_fails_the_run_with_the_reason_and_nothing_is_lost(small_dis
     assert run.is_done()
 
 
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(arguments: list[str], capsys: Capture) -> str:
     """Run a sweep in this process that must exit with code 2, and return its one-sentence error."""
     code = sweep_main(arguments)
     captured = capsys.readouterr()
@@ -335,47 +333,41 @@ BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.
 
 
 @pytest.mark.parametrize(("overrides", "message"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
-def test_bad_input_is_one_sentence_and_leaves_nothing(
-    overrides: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_leaves_nothing(overrides: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
     line = error_of([*SMOKE, f"output_root={tmp_path}", *overrides], capsys)
     assert message in line
     assert not list(tmp_path.iterdir())
 
 
-def test_no_grid_names_the_grids(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_grid_names_the_grids(capsys: Capture) -> None:
     assert (
         "+grid=NAME with one of adaptive, attention, chinchilla, compare, curves, data_recipe, experts, ladder, "
         in error_of(["cluster=local"], capsys)
     )
 
 
-def test_a_field_that_does_not_exist_is_refused_in_a_file_of_the_users_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_field_that_does_not_exist_is_refused_in_a_file_of_the_users_too(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "own.yaml").write_text("corpus: zen\nmixture: {code: 0.7}\n")
     assert "data.mixture is not a field" in error_of(["--config-dir", str(tmp_path), "+grid=smoke", "data=own"], capsys)
 
 
-def test_slurm_without_sbatch_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_without_sbatch_is_refused(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     arguments = ["+grid=smoke", "cluster=slurm", "tracker=none", f"output_root={tmp_path / 'out'}"]
     assert "sbatch is not on the PATH" in error_of(arguments, capsys)
 
 
 @pytest.mark.parametrize("output_root", ["/proc/nowhere", "file/outputs"])
-def test_an_unwritable_output_folder_is_refused(
-    output_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_folder_not_writable_is_refused(
+    output_root: str, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("in the way")
     assert output_root.split("/")[-1] in error_of([*SMOKE, f"output_root={output_root}"], capsys)
 
 
-def test_an_empty_corpus_and_an_unreadable_line_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_corpus_and_an_unreadable_line_are_refused(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").mkdir()
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "one"}\n{"text": broken\n')
@@ -389,9 +381,7 @@ def test_an_empty_corpus_and_an_unreadable_line_are_refused(tmp_path: Path, caps
         assert "Traceback" not in captured.out + captured.err
 
 
-def test_a_text_shorter_than_a_window_is_refused_before_any_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_shorter_than_a_window_is_refused_before_any_run(tmp_path: Path, capsys: Capture) -> None:
     (path := tmp_path / "short.txt").write_text("".join(f"{number}\n\n" for number in range(2000)))
     options = ["data=text", f"data.path={path}", "data.tokenizer=bytes", "data.sequence_length=1024"]
     assert sweep_main([*SMOKE, *options, "preflight=false", f"output_root={tmp_path / 'o'}"]) == 2
@@ -414,7 +404,7 @@ MULTIRUNS = [
 
 
 @pytest.fixture
-def sweep_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def sweep_names(tmp_path: Path, monkeypatch: Patch) -> list[str]:
     """Replace running a sweep; return the list of the names of the sweeps that would run."""
     names: list[str] = []
     monkeypatch.setattr(
@@ -431,7 +421,7 @@ def sweep_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for number, case in enumerate(MULTIRUNS)
     ],
 )
-def test_every_job_of_a_multirun_has_a_folder_named_by_its_overrides(
+def test_every_job_of_a_multirun_has_its_folder(
     overrides: list[str], folders: list[str], sweep_names: list[str]
 ) -> None:
     assert sweep_main(["--multirun", "cluster=local", *overrides]) == 0

@@ -26,7 +26,7 @@ from isoflop.train.errors import UserError
 from isoflop.train.files import JsonLines, write_json
 from isoflop.train.flops import count_parameters, flops_6nd
 from isoflop.train.tracker import Tracker
-from small_runs import set_state
+from small_runs import Patch, set_state
 
 
 class StandIn(ThreadingHTTPServer):
@@ -329,7 +329,7 @@ def test_scores_are_in_the_run_that_was_trained_once_each(server: StandIn, tmp_p
     assert not any("wandb" in line and "failed" in line for line in messages)
 
 
-def test_what_keeps_the_results_from_wandb_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_keeps_the_results_from_wandb_is_one_line(monkeypatch: Patch, tmp_path: Path) -> None:
 
     def refuse(**options: Any) -> None:
         raise wandb.errors.CommError("the quota\nis used up")
@@ -349,7 +349,7 @@ def test_what_keeps_the_results_from_wandb_is_one_line(monkeypatch: pytest.Monke
     assert len(messages) == 1
 
 
-def test_sync_refuses_in_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sync_refuses_in_one_sentence(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr(tracking, "server", lambda: "http://wandb")
     monkeypatch.setattr(tracking, "logged_in", lambda: False)
     monkeypatch.setattr(tracking, "unreachable", lambda: "http://wandb does not answer")
@@ -374,9 +374,7 @@ def test_lineage_says_which_attempt_and_which_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_falls_silent_costs_seconds_and_no_line(
-    server: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_silent_server_costs_seconds_and_no_line(server: StandIn, monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr(tracker, "FINISH_SECONDS", 1.0)
     monkeypatch.setattr(tracker, "ANSWER_SECONDS", 1.0)
     messages: list[str] = []
@@ -400,9 +398,7 @@ def test_a_server_that_falls_silent_costs_seconds_and_no_line(
 
 
 @pytest.mark.slow
-def test_a_sync_that_fails_says_so_and_the_next_one_goes_on(
-    server: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_sync_that_fails_is_continued_by_the_next(server: StandIn, monkeypatch: Patch, tmp_path: Path) -> None:
 
     others = [RunConfig(model=CONFIG.model, tracker=CONFIG.tracker, seed=seed) for seed in range(1, 20)]
     sweep = tracked_sweep(tmp_path, CONFIG, *others)

@@ -41,7 +41,7 @@ from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact
 from isoflop.train.job.progress import SMOOTHING
 from isoflop.train.model.parametrization import empty_model, parameter_groups
-from small_runs import set_state
+from small_runs import Capture, set_state
 
 BUDGETS = ["grid.budgets=[1e11,3e11,1e12]"]
 POINT = "{model.width:32,model.depth:2,model.heads:2,tokens:1000000}"
@@ -183,7 +183,7 @@ MESHES = (  # a grid, a mesh, and the tuning.min_batch that both need together
 
 
 @pytest.mark.parametrize(("overrides", "mesh", "least"), MESHES)
-def test_a_mesh_that_cannot_divide_the_batch_is_refused_and_changes_no_run(
+def test_a_mesh_that_cannot_divide_the_batch_is_refused(
     overrides: list[str], mesh: dict[str, Any], least: int | None
 ) -> None:
     config = compose([*overrides, "cluster=local"])
@@ -424,7 +424,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_a_tune_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tune_end_to_end(tmp_path: Path, capfd: Capture) -> None:
     arguments = ["+grid=tune", *SMALL, f"output_root={tmp_path}", "grid.flops_budget=8.4e10", "grid.max_steps=100"]
     assert sweep_main(arguments) == 0
     file = tmp_path / "tune" / "tuning.yaml"
@@ -438,7 +438,7 @@ def test_a_tune_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.slow
-def test_the_check_of_a_grid_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_check_of_a_grid_end_to_end(tmp_path: Path, capfd: Capture) -> None:
     arguments = ["+grid=ladder", *SMALL, "grid.tokens_per_parameter=[5,10]", "tuning=fixed"]
     assert sweep_main([*arguments, f"output_root={tmp_path}"]) == 0
     sweep = SweepDirectory(tmp_path / "ladder")

@@ -36,7 +36,7 @@ from isoflop.train.errors import UserError
 from isoflop.train.files import read_json_lines, write_json
 from isoflop.train.loop import Diverged, Stopped, train
 from isoflop.train.schedule import trunk_steps
-from small_runs import end, forty_steps, own_signals, set_state, until
+from small_runs import Patch, end, forty_steps, own_signals, set_state, until
 
 SUMMARY = {"val_loss": 1.0}
 SHAPE = JobShape(**planned_run("any")["shape"])
@@ -92,7 +92,7 @@ class WorkerBench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, base: RunConfig, monkeypatch: pytest.MonkeyPatch) -> WorkerBench:
+def bench(tmp_path: Path, base: RunConfig, monkeypatch: Patch) -> WorkerBench:
     monkeypatch.setattr(worker, "IDLE_SECONDS", 1.0)
     return WorkerBench(tmp_path / "sweep", base)
 
@@ -121,7 +121,7 @@ Trainer = Callable[..., Any]
 
 
 @pytest.fixture
-def replace_train(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], None]:
+def replace_train(monkeypatch: Patch) -> Callable[[Trainer], None]:
     """Return a function that replaces `train` by a function of config and directory."""
     return lambda trainer: monkeypatch.setattr("isoflop.train.loop.train", trainer)
 
@@ -162,7 +162,7 @@ def test_a_folder_that_is_moved_or_restored_under_a_run_keeps_every_result(
     replace_train: Callable[[Trainer], None],
     change: Callable[[Path], Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     monkeypatch.setattr(attempt, "ASK_SECONDS", 0.0)
     bench.configure(retries=1)
@@ -226,9 +226,7 @@ def stop(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **
     raise Stopped("stopped at step 3 of 9")
 
 
-def test_a_worker_that_is_told_to_stop_saves_and_takes_nothing_more(
-    bench: WorkerBench, replace_train: Callable[[Trainer], None]
-) -> None:
+def test_a_worker_told_to_stop_takes_nothing_more(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
     first, second = bench.run(1), bench.run(2)
     replace_train(stop)
     assert not bench.work()
@@ -263,7 +261,7 @@ def test_a_branch_of_a_trunk_that_failed_says_so(bench: WorkerBench, replace_tra
     assert f"of run {trunk.run_id}, which has no checkpoint there and is diverged (the loss rose)" in reason(branch)
 
 
-def test_a_failed_run_is_tried_again_within_its_budget_of_retries(
+def test_a_failed_run_is_retried_within_its_budget(
     bench: WorkerBench, replace_train: Callable[[Trainer], None]
 ) -> None:
     bench.configure(retries=2)
@@ -284,9 +282,7 @@ def test_a_failed_run_is_tried_again_within_its_budget_of_retries(
     assert [trained.count(run.run_id) for run in runs] == [3, 1, 2]
 
 
-def test_runs_that_are_done_or_cancelled_are_not_trained(
-    bench: WorkerBench, replace_train: Callable[[Trainer], None]
-) -> None:
+def test_done_or_cancelled_runs_are_not_trained(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
     done, cancelled = bench.run(1), bench.run(2)
     succeed(done.path)
     set_state(done, "done")
@@ -298,7 +294,7 @@ def test_runs_that_are_done_or_cancelled_are_not_trained(
 
 
 def test_a_run_that_a_user_cancels_saves_and_ends_and_the_worker_goes_on(
-    bench: WorkerBench, replace_train: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+    bench: WorkerBench, replace_train: Callable[[Trainer], None], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(attempt, "ASK_SECONDS", -1.0)  # asks at every step
     run, other = bench.run(1), bench.run(2)
@@ -322,7 +318,7 @@ def test_a_run_that_a_user_cancels_saves_and_ends_and_the_worker_goes_on(
 
 
 def test_a_worker_takes_its_own_shape_and_leaves_when_another_is_needed(
-    bench: WorkerBench, replace_train: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+    bench: WorkerBench, replace_train: Callable[[Trainer], None], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(worker, "IDLE_SECONDS", 1000.0)
     big = asdict(replace(SHAPE, ranks_per_node=2))
@@ -334,9 +330,7 @@ def test_a_worker_takes_its_own_shape_and_leaves_when_another_is_needed(
     assert states(other, matching, waiting) == ["planned", "done", "failed"]
 
 
-def test_the_pass_after_a_trunk_starts_workers_for_its_branches(
-    bench: WorkerBench, replace_train: Callable[[Trainer], None]
-) -> None:
+def test_the_pass_after_a_trunk_starts_workers(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
     trunk, _ = bench.family(1)
     bench.run(2)
     states_of_trunk: list[list[str]] = []
@@ -350,7 +344,7 @@ def test_the_pass_after_a_trunk_starts_workers_for_its_branches(
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> None:
+def node(monkeypatch: Patch) -> None:
     """Set the environment of the only rank of job 7 on node1."""
     rank = {"PROCID": "0", "NTASKS": "1", "LOCALID": "0", "NODEID": "0", "TASKS_PER_NODE": "1", "JOB_ID": "7"}
     values = {f"SLURM_{key}": value for key, value in rank.items()} | {"SUBMITIT_EXECUTOR": "slurm"}
@@ -361,7 +355,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_that_slurm_starts_again_goes_on_with_its_run(
-    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: Patch
 ) -> None:
     bench.configure(retries=1)
     run = bench.run(1)
@@ -379,7 +373,7 @@ def test_a_job_that_slurm_starts_again_goes_on_with_its_run(
      ("TIMEOUT", "time_limit", "preempted"), ("CANCELLED", "preempted", "preempted"), (None, "lost", "failed")],
 )  # fmt: skip
 def test_the_run_of_a_worker_that_died_is_explained_by_slurm(
-    outcome: str | None, cause: str, state: str, bench: WorkerBench, node: None, monkeypatch: pytest.MonkeyPatch
+    outcome: str | None, cause: str, state: str, bench: WorkerBench, node: None, monkeypatch: Patch
 ) -> None:
     run = bench.run(1)
     run.write_event(Started, attempt=1, host="node3", job_id="8", machine="far")
@@ -396,8 +390,8 @@ def test_the_run_of_a_worker_that_died_is_explained_by_slurm(
     assert "its job 8 on node3" in str(ended.reason)
 
 
-def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
-    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+def test_a_worker_on_a_bad_node_leaves(
+    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: Patch
 ) -> None:
     bench.configure(retries=3)
     run = bench.run(1)
@@ -410,8 +404,8 @@ def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
     assert states(run) == ["done"]
 
 
-def test_a_worker_begins_what_fits_its_time(
-    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+def test_a_worker_fits_its_time(
+    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
     for limit, margin in ((30, 18.0), (600, 180.0)):
@@ -444,7 +438,7 @@ def test_a_worker_begins_what_fits_its_time(
 @pytest.mark.parametrize(("seconds", "cause"), [(None, "preempted"), (60, "time_limit"), (86400, "preempted")])
 def test_a_signal_near_the_end_of_the_job_is_its_time_limit(
     seconds: int | None, cause: str, bench: WorkerBench, replace_train: Callable[[Trainer], None],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:  # fmt: skip
     if seconds is not None:
         monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
@@ -504,7 +498,7 @@ def freeze(sweep: SweepDirectory, claims: Claims, freezes: bool) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_a_frozen_worker_counts_as_hung_and_is_replaced(bench: WorkerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_worker_counts_as_hung_and_is_replaced(bench: WorkerBench, monkeypatch: Patch) -> None:
     runs = [bench.run(0), bench.run(1)]
     bench.configure(retries=1, jobs=1)
     started: list[Any] = []

@@ -131,9 +131,7 @@ def _curve(run: RunDirectory) -> dict[int, tuple[float, float, float]]:
     return curve
 
 
-def test_editing_conf_while_jobs_are_pending_changes_nothing(
-    smoke: Sweep, sweep: Callable[..., Sweep], tmp_path: Path
-) -> None:
+def test_editing_conf_changes_no_pending_job(smoke: Sweep, sweep: Callable[..., Sweep], tmp_path: Path) -> None:
     copy = tmp_path / "isoflop"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs", "*.egg-info", "__pycache__"))
     held_sweep = sweep("held", copy)
@@ -179,9 +177,7 @@ def test_a_worker_that_is_cancelled_in_slurm_cancels_no_run(sweep: Callable[...,
     assert re.search(r"resumed from step_\d+", (trained.path / "log.txt").read_text())
 
 
-def test_a_submission_that_is_refused_halfway_leaves_nothing_in_the_queue(
-    sweep: Callable[..., Sweep], tmp_path: Path
-) -> None:
+def test_a_submission_refused_halfway_leaves_nothing_in_the_queue(sweep: Callable[..., Sweep], tmp_path: Path) -> None:
     """Use an sbatch that accepts keepers and refuses workers, so that the submission fails halfway."""
     real, wrapper = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
     wrapper.parent.mkdir()
