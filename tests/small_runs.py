@@ -61,6 +61,11 @@ def logged_steps(folder: Path) -> dict[int, dict[str, Any]]:
 def assert_same_run(folder: Path, reference: Path) -> None:
     """Check that two directories hold the same run, trained in two ways: equal bits, except for clocks."""
     assert logged_steps(folder) == logged_steps(reference)  # float equality of every number of every line
+    assert_same_end(folder, reference)
+
+
+def assert_same_end(folder: Path, reference: Path) -> None:
+    """Check that the summaries and final checkpoints of two runs have equal bits, except for clocks."""
     summaries = [without_clock(json.loads((path / "summary.json").read_text())) for path in (folder, reference)]
     assert summaries[0] == summaries[1]
     checkpoint, reference_checkpoint = (path / summaries[0]["checkpoint"] for path in (folder, reference))
@@ -106,6 +111,12 @@ def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files in a folder, without lock files."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith((".lock", ".doctor")))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @contextmanager

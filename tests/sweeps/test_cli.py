@@ -348,15 +348,12 @@ def test_compare_says_how_many_times_the_compute_the_base_needs(isoflop: Isoflop
     base, variant = simulate(Case("chinchilla", (4, 3, 2, 0.002), (1.5, 0.0, "D")), np.random.default_rng(0))
     for name, table in (("base", base), ("better", variant)):
         table.frame.to_csv(tmp_path / f"{name}.csv", index=False)
-        table.frame.drop(columns="run_id").to_csv(tmp_path / f"{name}-unnamed.csv", index=False)
     tables = [tmp_path / "base.csv", tmp_path / "better.csv"]
     code, output, _ = isoflop("compare", *tables, "--json")
     (comparison,) = json.loads(output)
     middle = comparison["multipliers"][1]
     assert (code, comparison["base"], comparison["variant"]) == (0, "base", "better")
     assert middle["ci"][0] < 1.5 < middle["ci"][1]
-    unnamed = json.loads(isoflop("compare", *tmp_path.glob("b*-unnamed.csv"), "--json")[1])
-    assert {unnamed[0]["base"], unnamed[0]["variant"]} == {"base-unnamed", "better-unnamed"}, "rows have no names"
     code, output, _ = isoflop("compare", *tables, "--target-flops", "1e15")
     assert code == 0
     assert "1e+15 (beyond the runs)" in " ".join(output.split())
@@ -369,9 +366,7 @@ def test_compare_says_how_many_times_the_compute_the_base_needs(isoflop: Isoflop
     scored = pd.concat(frames, ignore_index=True)
     scored["quiz/acc"] = scored["variant"].map({"base": 0.3, "better": 0.4, "third": 0.2}) + 1e-3 * scored["seed"]
     scored.to_csv(tmp_path / "scored.csv", index=False)
-    code, output, _ = isoflop("compare", tmp_path / "scored.csv")
-    assert "quiz acc 100% [" in " ".join(output.split())
-    assert "No suite of tasks is recommended: at least 5 recipes" in output
+    assert "quiz acc 100% [" in " ".join(isoflop("compare", tmp_path / "scored.csv")[1].split())
     for arguments, message in (
         ([tables[0]], "has only one variant; give two sweeps or tables, or a sweep of +grid=compare"),
         ([tables[0], tables[0]], "the two sides must not share a run"),

@@ -13,6 +13,7 @@ from isoflop.sweeps.runs.directory import HEARTBEAT, IDENTITY, SweepDirectory
 from isoflop.sweeps.runs.journal import Planned, Started
 from isoflop.sweeps.slurm.jobs import LAUNCH
 from isoflop.train.files import write_json
+from small_runs import contents
 
 Isoflop = Callable[..., tuple[int, str, str]]
 COMMANDS = (["cancel"], ["retry", "--failed"], ["extend", "grid.seeds=[0, 1]"])
@@ -39,11 +40,6 @@ def queue(install: Callable[[str, str], None], tmp_path: Path) -> Path:
     install("squeue", "echo '12|RUNNING|None|isoflop:abc:worker:1x1-g0-c1-m1.0-t60'")
     install("scancel", f'echo "$@" >> {tmp_path}/cancelled')
     return tmp_path / "cancelled"
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    ours = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(".lock")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in ours}
 
 
 def copy_of(sweep: SweepDirectory) -> SweepDirectory:

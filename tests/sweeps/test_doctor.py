@@ -25,7 +25,7 @@ from isoflop.sweeps.results.finish import cost_lines, write_results
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.journal import JOURNAL, Started
 from isoflop.train.files import write_json
-from small_runs import SMOKE, Patch, set_state
+from small_runs import SMOKE, Patch, contents, set_state
 
 LONG_AGO = time.time() - 2 * doctor.OLD_SECONDS
 
@@ -40,12 +40,6 @@ def checkpoint(sweep: SweepDirectory) -> Path:
 
 def kinds(findings: list[Fault]) -> list[str]:
     return sorted({finding.kind for finding in findings})
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files in a folder, without lock files."""
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith((".lock", ".doctor")))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def leave(path: Path, text: str = "half") -> None:

@@ -32,9 +32,8 @@ from isoflop.train.config import (
 )
 from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.errors import UserError
-from isoflop.train.files import file_sha256
 from isoflop.train.loop import Stopped, train
-from small_runs import Patch, logged_steps, set_state, stop_after, without_clock
+from small_runs import Patch, assert_same_end, assert_same_run, logged_steps, set_state, stop_after
 
 TRUNK_STEPS, BRANCH_STEPS, BEGIN = 40, 20, 16
 
@@ -75,18 +74,6 @@ def trained(root: Path, config: RunConfig, shards: Shards) -> RunDirectory:
     return run
 
 
-def assert_same(run: RunDirectory, reference: RunDirectory, step: int) -> None:
-    """Check that weights, moments, random-number state, smoothed losses and summary have equal bits."""
-    final = [directory.path / "checkpoints" / f"step_{step}" for directory in (run, reference)]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert file_sha256(final[0] / name) == file_sha256(final[1] / name)
-    states = [without_clock(json.loads((path / "trainer.json").read_text())) for path in final]
-    assert states[0] == states[1]
-    summaries = [without_clock(directory.summary() or {}) for directory in (run, reference)]
-    assert summaries[0] == summaries[1]
-    assert summaries[0]["val_loss"] > 0
-
-
 @pytest.fixture(scope="module")
 def trained_alone(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunDirectory]:
     """Train both runs from their first step, without trunks; return them by number of steps."""
@@ -105,8 +92,7 @@ def sweep(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFacto
 def test_saving_for_branches_changes_no_bit(
     sweep: tuple[RunDirectory, RunConfig], trained_alone: dict[int, RunDirectory]
 ) -> None:
-    assert_same(sweep[0], trained_alone[TRUNK_STEPS], TRUNK_STEPS)
-    assert logged_steps(sweep[0].path) == logged_steps(trained_alone[TRUNK_STEPS].path)
+    assert_same_run(sweep[0].path, trained_alone[TRUNK_STEPS].path)
     # Checkpoints for branches are kept in addition to the number that `keep` allows.
     checkpoints = {path.name for path in (sweep[0].path / "checkpoints").iterdir()}
     assert checkpoints == {f"step_{BEGIN}", f"step_{TRUNK_STEPS}"}
@@ -121,7 +107,7 @@ def test_a_branch_is_the_run_trained_alone_bit_for_bit(
     messages: list[str] = []
     train(branch.config(), branch.path, report=messages.append, shards=shards)
     assert messages == [f"resumed from step_{BEGIN} of {BRANCH_STEPS} steps"]
-    assert_same(branch, trained_alone[BRANCH_STEPS], BRANCH_STEPS)
+    assert_same_end(branch.path, trained_alone[BRANCH_STEPS].path)
     curve, expected = logged_steps(branch.path), logged_steps(trained_alone[BRANCH_STEPS].path)
     assert sorted(curve) == sorted(expected) == list(range(1, BRANCH_STEPS + 1))
     for step, line in expected.items():  # the trunk decides at which earlier steps the held-out set is scored
@@ -151,7 +137,7 @@ def test_a_resumed_trunk_changes_no_branch(
     messages: list[str] = []
     train(branch.config(), branch.path, report=messages.append, shards=shards)
     assert messages == [f"resumed from step_{BEGIN + 2} of {BRANCH_STEPS} steps"]
-    assert_same(branch, trained_alone[BRANCH_STEPS], BRANCH_STEPS)
+    assert_same_end(branch.path, trained_alone[BRANCH_STEPS].path)
 
 
 def test_a_branch_without_decay_ends_with_its_own_step(run: RunConfig, shards: Shards, tmp_path: Path) -> None:
@@ -162,7 +148,7 @@ def test_a_branch_without_decay_ends_with_its_own_step(run: RunConfig, shards: S
     train(short, branch.path, report=messages.append, shards=shards)
     assert messages == ["resumed from step_4 of 5 steps"]
     reference = trained(tmp_path / "alone", short, shards)
-    assert_same(branch, reference, 5)
+    assert_same_end(branch.path, reference.path)
     assert logged_steps(branch.path)[5] == logged_steps(reference.path)[5]
 
 

@@ -14,6 +14,7 @@ from isoflop import fit
 from isoflop.sweeps.results.ingest import ingest
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.files import read_json
+from small_runs import contents
 
 LOGS = Path(package.__file__).resolve().parent / "examples/megatron_log"  # in the form of Megatron-LM's log
 Isoflop = Any
@@ -33,10 +34,6 @@ def write_log(path: Path, steps: int, total: int = 100, N: float = 1e6) -> Path:
     lines = [{"step": step, "loss": 2 + 9 / step, "params": N, "max_steps": total} for step in range(1, steps + 1)]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and "lock" not in path.name}
 
 
 def test_tables_have_a_row_of_every_finished_run_and_its_curve(folder: Path) -> None:
@@ -80,11 +77,11 @@ def test_commands_read_the_folder_as_a_sweep(isoflop: Isoflop, folder: Path, tmp
 
 @pytest.mark.parametrize("command", [("retry",), ("cancel",), ("extend", "grid.points=[]"), ("doctor",), ("adopt",)])
 def test_commands_that_would_change_runs_refuse_them(isoflop: Isoflop, folder: Path, command: tuple[str, ...]) -> None:
-    before = files(folder)
+    before = contents(folder)
     code, _, error = isoflop(command[0], folder, *command[1:])
     assert code == 2
     assert "has runs of another trainer" in error
-    assert files(folder) == before
+    assert contents(folder) == before
 
 
 def test_a_growing_log_adds_what_is_new_and_loses_nothing(isoflop: Isoflop, tmp_path: Path) -> None:
@@ -94,9 +91,9 @@ def test_a_growing_log_adds_what_is_new_and_loses_nothing(isoflop: Isoflop, tmp_
     assert isoflop(*arguments)[1].startswith("1 run, 0 done")
     write_log(log, 60)
     assert isoflop(*arguments)[1].startswith("1 run, 0 done")
-    first = files(folder)
+    first = contents(folder)
     assert isoflop(*arguments)[0] == 0
-    assert files(folder) == first
+    assert contents(folder) == first
     write_log(log, 100)
     write_log(tmp_path / "logs/b.jsonl", 100, N=2e6)
     assert isoflop(*arguments)[1].startswith("2 runs, 2 done")

