@@ -41,14 +41,8 @@ class Sweep:
 
     def command(self, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run `python sweep.py` without a terminal and return the process; any exit code is accepted."""
-        command = [
-            sys.executable,
-            "sweep.py",
-            *SMALL,
-            f"sweep={self.name}",
-            f"output_root={self.output_root}",
-            *overrides,
-        ]
+        places = [f"sweep={self.name}", f"output_root={self.output_root}"]
+        command = [sys.executable, "sweep.py", *SMALL, *places, *overrides]
         return subprocess.run(
             command, cwd=self.source, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, text=True,
             stdin=subprocess.DEVNULL, capture_output=True, timeout=DEADLINE, check=False,

@@ -58,16 +58,8 @@ class StandIn:
             # The path that sbatch receives must be absolute, because the script changes the folder.
             path.write_text(f"#!/bin/sh\nset -e\ncd {folder}\n{script}\n")
             path.chmod(0o755)
-        for name, content in {
-            "next": "100\n",
-            "queue": "",
-            "released": "",
-            "running": "",
-            "reasons": "",
-            "ended": "",
-            "max_array": "1001\n",
-            "nodes": "a b",
-        }.items():
+        empty = dict.fromkeys(("queue", "released", "running", "reasons", "ended"), "")
+        for name, content in {**empty, "next": "100\n", "max_array": "1001\n", "nodes": "a b"}.items():
             self.say(name, content)
 
     def say(self, name: str, content: str) -> None:

@@ -162,15 +162,6 @@ def test_no_circles_of_files_or_folders() -> None:
     graphlib.TopologicalSorter(folders(graph())).prepare()
 
 
-def test_a_folder_is_listed_in_the_wheel() -> None:
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    packages = {"isoflop"} | {
-        f"isoflop.{path.parent.relative_to(ROOT).as_posix().replace('/', '.')}"
-        for room in ("conf", *ALLOWED) for path in files(room)
-    }  # fmt: skip
-    assert listed == packages
-
-
 # Words at which readers stumbled, and openings of docstrings that name no action.
 ODD = re.compile(
     r"\b(anew|besides?|dear(er|est)|foretell\w*|foretold|herein|hitherto|thereafter|whereby|mend(s|ed|ing)?|nobody|somebody"

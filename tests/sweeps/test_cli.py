@@ -323,14 +323,8 @@ def test_data_prepare_builds_the_shards_once(isoflop: Isoflop, tmp_path: Path, m
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i}: " + "words and more words. " * 40)
         (tmp_path / "corpus" / f"{i}.gz").touch()
     (tmp_path / "corpus" / "LICENCE").touch()
-    arguments = [
-        "data",
-        "prepare",
-        "data=text",
-        f"data.path={tmp_path / 'corpus'}",
-        "data.tokenizer=bytes",
-        "cluster=local",
-    ]
+    overrides = ("data=text", f"data.path={tmp_path / 'corpus'}", "data.tokenizer=bytes", "cluster=local")
+    arguments = ("data", "prepare", *overrides)
     code, output, error = isoflop(*arguments)
     assert code == 0
     assert "train: " in output
@@ -570,18 +564,6 @@ def test_a_law_is_fitted_and_printed_as_json(
     assert json.loads((sweep.path / "fit" / "law.json").read_text())["warnings"] == law["warnings"]
     assert (sweep.path / "fit" / "report.html").exists()
     assert (sweep.path / "table.csv").exists()
-
-
-def test_logs_are_of_one_run_or_of_what_runs_or_failed(isoflop: Isoflop, sweep: SweepDirectory) -> None:
-    first = sweep.runs()[0]
-    set_state(first, "failed", reason="x")
-    code, output, _ = isoflop("logs", sweep.path)
-    assert code == 0
-    assert {line.split(":")[0] for line in output.splitlines()} == {f"{first.run_id} failed"}
-    for arguments in ((first.run_id[:6],), (first.run_id, "--follow")):
-        code, output, _ = isoflop("logs", sweep.path, *arguments)
-        assert code == 0
-        assert "attempt 1 on " in output
 
 
 ON_SWEEPS = ("status", "logs", "retry", "cancel", "extend", "doctor", "sync", "report")

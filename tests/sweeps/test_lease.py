@@ -134,12 +134,8 @@ def test_a_branch_counts_its_own_steps_only(tmp_path: Path) -> None:
         log_step(run, first_step)  # a step of the trunk
         lease.conclude(run, Ending("failed", "no luck"))
     attempt = only_attempt(run)
-    assert (attempt.first_step, attempt.last_step, attempt.saved_step, attempt.flops) == (
-        first_step,
-        first_step,
-        first_step,
-        0,
-    )
+    steps = (attempt.first_step, attempt.last_step, attempt.saved_step)
+    assert (*steps, attempt.flops) == (first_step, first_step, first_step, 0)
 
 
 def test_a_checkpoint_whose_files_have_not_their_sizes_is_none(run: RunDirectory) -> None:
@@ -291,11 +287,8 @@ def test_what_a_rank_noted_says_which_nodes_are_at_fault(run: RunDirectory) -> N
     begin(run)
     note_failure(run.path, Failure(Cause.HUNG, "two ranks hang", hosts=("node07", "gpu-8.local")))
     reconcile(run)
-    assert (only_attempt(run).cause, only_attempt(run).host, only_attempt(run).at_fault) == (
-        "hung",
-        "node1",
-        ("node07", "gpu-8.local"),
-    )
+    attempt = only_attempt(run)
+    assert (attempt.cause, attempt.host, attempt.at_fault) == ("hung", "node1", ("node07", "gpu-8.local"))
     assert decide(run.record().recent, POLICY, 0, 0.0).avoid == ("node07", "gpu-8.local")
 
 

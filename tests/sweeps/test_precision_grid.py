@@ -69,12 +69,6 @@ def test_bad_precision_grids_are_refused(points: dict[str, Any], settings: dict[
         expand_grid(grid(**points), replace(BASE, quantization=QuantizationConfig(**settings)))
 
 
-def test_the_plan_of_the_command_shows_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["+grid=precision", *SMOKE[1:], "data.max_bytes=100000", f"output_root={tmp_path}", "dry_run=true"]
-    assert sweep_main([*command, "grid.formats=[none,int4/int8/none]", "grid.sizes=[1e4]"]) == 0
-    assert {"formats", "none", "int4/int8/none"} <= {*capsys.readouterr().out.split()}
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
     config = make_config(grid(sizes=[1e4, 2e4, 4e4], tokens=[409600, 819200, 1638400], seeds=[0, 1]))

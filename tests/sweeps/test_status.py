@@ -23,7 +23,7 @@ from isoflop.sweeps.observe.doctor import examine_sweep
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting
 from isoflop.sweeps.results.finish import print_law
-from isoflop.sweeps.runs import lease, membership
+from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.attempts import Attempt
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory, now_on
 from isoflop.sweeps.runs.journal import OLD_LINES, Started, append
@@ -403,28 +403,6 @@ def test_a_retried_run_is_reported_and_counted_once(tmp_path: Path, capsys: Capt
         assert f"[2/2] {second_id}" in output
         view.update([])
         assert capsys.readouterr().out == ""
-
-
-def test_a_machine_slower_than_planned_is_named_with_a_time_left(sweep: SweepDirectory, capsys: Capture) -> None:
-    configs = [run.config() for run in sweep.runs()]
-    planned, slow = plan_runs(configs, ClusterConfig(), 1e9, 1), "3.5 times slower than planned"
-    write_json(sweep.path / "plan.json", planned.to_dict())
-    done, running, *_ = sweep.runs()
-    seconds = planned.runs[0].estimated_seconds
-    with LiveView(sweep, planned) as view:
-        for run in (done, running):
-            begin(run, seconds_ago=4 * seconds)
-        metrics(running, step=32, tokens_per_s=2**16 / (3 * seconds))
-        view.update([{"task": "train", "run": run.run_id} for run in (done, running)])
-        write_json(done.path / "summary.json", {"val_loss": 1.5, "seconds": 3.0})
-        lease.conclude(done, lease.Ending("done"))
-        view.update([])
-    left = terminal.describe_seconds(3 * 3.5 * seconds)
-    assert f"ETA {left} ({slow})" in capsys.readouterr().out, "the median of 4 and 3, for three runs"
-    running.give_sign()
-    status.show_status(sweep)
-    left = terminal.describe_seconds((3 / 2 + 2 * 3.5) * seconds)
-    assert f"ends in about {left} ({slow})" in capsys.readouterr().out, "half of one run, and two that wait"
 
 
 @pytest.mark.parametrize(("width", "lines"), [(120, 5 + 2), (80, 5 + 2 * 2)])

@@ -261,27 +261,6 @@ def test_a_branch_of_a_trunk_that_failed_says_so(bench: WorkerBench, replace_tra
     assert f"of run {trunk.run_id}, which has no checkpoint there and is diverged (the loss rose)" in reason(branch)
 
 
-def test_a_failed_run_is_retried_within_its_budget(
-    bench: WorkerBench, replace_train: Callable[[Trainer], None]
-) -> None:
-    bench.configure(retries=2)
-    full_disk, bad_input, _ = runs = [bench.run(seed) for seed in range(3)]
-    trained: list[str] = []
-
-    def trainer(config: RunConfig, directory: Path, **arguments: Any) -> None:
-        trained.append(directory.name)
-        if directory == bad_input.path:
-            raise UserError("no such text")
-        if directory == full_disk.path or trained.count(directory.name) == 1:
-            raise OSError(errno.ENOSPC, "full")
-        succeed(directory)
-
-    replace_train(trainer)
-    bench.work()
-    assert states(*runs) == ["failed", "failed", "done"]
-    assert [trained.count(run.run_id) for run in runs] == [3, 1, 2]
-
-
 def test_done_or_cancelled_runs_are_not_trained(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
     done, cancelled = bench.run(1), bench.run(2)
     succeed(done.path)

@@ -60,22 +60,6 @@ def run_flops_per_step(run: RunDirectory) -> float:
     return summary["flops_exact"] / summary["step"]
 
 
-def test_short_runs_share_a_worker_and_outlive_it(sweep: Callable[[str], Sweep]) -> None:
-    """Kill the only worker of three short runs in the second one; another worker continues there."""
-    queued = sweep("queued")
-    grid = ["grid.axes={seed: [0, 1, 2]}", "cluster.queue_minutes=10", "cluster.array_parallelism=1"]
-    queued.submit(*LONG, *KEEPER_OPTIONS, "tokens=200_000", *grid)
-    runs = list(queued.runs().values())
-    until(lambda: sum(run.is_done() for run in runs) == 1, "the first run's end")
-    until(lambda: any(run.state().state == "running" for run in runs), "the second run")
-    (running,) = [run for run in runs if run.state().state == "running"]
-    os.kill(process_of(running, 0), signal.SIGKILL)
-    wait_for_end(queued)
-    assert queued.states() == ["done"] * 3, queued.job_logs()
-    assert sorted(causes(run) for run in runs) == [["done"], ["done"], ["killed", "done"]]
-    assert (queued.path / "fit" / "report.html").exists()
-
-
 def test_a_run_that_diverges_is_replaced_where_the_grid_says_so(sweep: Callable[[str], Sweep]) -> None:
     mixed = sweep("mixed")
     grid = ["grid.axes={optimizer.learning_rate: [1e12]}", "grid.diverged_rate_factor=1e-14"]

@@ -113,11 +113,7 @@ def test_launchers_that_are_killed_at_random_times_submit_no_worker_twice(sweep:
         start = time.monotonic()
         assert os.waitpid(launched(directory), 0)[1] == 0
         usual_seconds = usual_seconds or time.monotonic() - start
-        assert (len(held_sweep.queue("worker")), len(held_sweep.queue("keeper")), len(held_sweep.queue(EVERY))) == (
-            2,
-            2,
-            4,
-        )
+        assert [len(held_sweep.queue(kind)) for kind in ("worker", "keeper", EVERY)] == [2, 2, 4]
         assert {job.name for job in jobs_of(directory)} == set(held_sweep.queue(EVERY))
     assert killed == 4
 
@@ -126,14 +122,8 @@ def test_an_account_with_room_for_few_jobs_gets_all_done(sweep: Callable[..., Sw
     limited_sweep = sweep("few")
     # Two of the eight jobs that the account may have are not of this sweep.
     for _ in range(2):
-        slurm(
-            "sbatch",
-            "--hold",
-            "--account=small",
-            f"--job-name={limited_sweep.name}-other",
-            "--output=/dev/null",
-            "--wrap=true",
-        )
+        options = ("--hold", "--account=small", f"--job-name={limited_sweep.name}-other", "--output=/dev/null")
+        slurm("sbatch", *options, "--wrap=true")
     limited_sweep.submit("cluster.account=small", "cluster.keeper_seconds=1", "+grid=smoke", "fit.bootstrap=50")
     largest_queue = 0
 

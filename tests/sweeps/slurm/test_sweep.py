@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.train.files import read_json, read_json_lines
-from slurm_sweeps import LONG, ROOT, Sweep, process_of, slurm, sweeps_in, until
+from slurm_sweeps import LONG, Sweep, process_of, slurm, sweeps_in, until
 
 pytestmark = pytest.mark.slurm
 
@@ -129,33 +129,6 @@ def _curve(run: RunDirectory) -> dict[int, tuple[float, float, float]]:
         values = (line["train_loss"], line["grad_norm"], line.get("val_loss"))
         assert curve.setdefault(line["step"], values) == values
     return curve
-
-
-def test_editing_conf_changes_no_pending_job(smoke: Sweep, sweep: Callable[..., Sweep], tmp_path: Path) -> None:
-    copy = tmp_path / "isoflop"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs", "*.egg-info", "__pycache__"))
-    held_sweep = sweep("held", copy)
-    # Two of the grid's four runs; PYTHONPATH puts the copy before any installed package.
-    grid = ["+grid=smoke", "grid.tokens=[16384]", "cluster.additional_parameters={hold: true}"]
-    held_sweep.submit(*grid, PYTHONPATH=str(tmp_path))
-    assert held_sweep.states() == ["queued", "queued"]
-    jobs = held_sweep.queue()
-    assert len(jobs) == 2
-
-    printed = held_sweep.submit(*grid, PYTHONPATH=str(tmp_path))
-    assert "submitted" not in printed
-    assert "2 jobs are in the queue" in printed
-    assert held_sweep.queue() == jobs, "nothing is submitted twice"
-
-    for path in (copy / "conf").rglob("*.yaml"):
-        path.write_text("this: [is no configuration\n")
-    slurm("scontrol", "release", *sorted({job.split("_")[0] for job in jobs}))
-    until(lambda: held_sweep.queue("fit"), "the fit")
-    slurm("scontrol", "release", *held_sweep.queue("fit"))
-    held_sweep.wait()
-    assert held_sweep.states() == ["done", "done"], held_sweep.job_logs()
-    assert held_sweep.losses().items() <= smoke.losses().items()
-    assert (held_sweep.path / "fit" / "report.html").exists()
 
 
 def test_a_worker_that_is_cancelled_in_slurm_cancels_no_run(sweep: Callable[..., Sweep]) -> None:
