@@ -78,13 +78,8 @@ def damage(rng: random.Random, sweep: Path) -> tuple[Path, Path]:
         for name, content in files.items() if rng.random() < 0.4 else ():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(json.dumps(content))
-    names = [
-        *sweep.glob("*"),
-        *sweep.glob("jobs/*.json"),
-        *sweep.glob("fit/law.json"),
-        *run.glob("*"),
-        *run.glob("checkpoints/*/*"),
-    ]
+    names = [*sweep.glob("*"), *sweep.glob("jobs/*.json"), *sweep.glob("fit/law.json")]
+    names += [*run.glob("*"), *run.glob("checkpoints/*/*")]
     files = sorted(path for path in names if path.suffix in (".json", ".yaml", ".jsonl", ".csv"))
     path = rng.choice(files)
     if path.suffix in (".json", ".yaml"):
@@ -154,7 +149,7 @@ def attacks(smoke: tuple[Path, str], tmp_path: Path, monkeypatch: Patch, capsys:
 
 
 def test_damage_of_any_file_is_one_sentence(attacks: Attack) -> None:
-    for seed in range(6):
+    for seed in range(3):
         attacks(seed, QUICK)
 
 

@@ -17,7 +17,7 @@ import isoflop
 import pytest
 from isoflop.evaluate.records import read_items
 from isoflop.sweeps.config import base_run
-from isoflop.sweeps.entry import compose
+from isoflop.sweeps.entry import compose, sweep_main
 from isoflop.sweeps.execute import attempt
 from isoflop.sweeps.observe import doctor
 from isoflop.sweeps.prepare import from_config
@@ -88,18 +88,19 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code.replace("{", "{{").replace("}", "}}")]
 
 
-def test_a_grid_of_programs_is_trained_like_one_of_ours(trainer: Path) -> None:
+@pytest.mark.usefixtures("quick_pictures")
+def test_a_grid_of_programs_is_trained_like_one_of_ours(
+    trainer: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(trainer)
     command = COMMAND.format(python=sys.executable, pause=0)
     overrides = [
         "+grid=ladder", "grid.sizes=[2e4,6e4]", "grid.tokens_per_parameter=[2]", "fit.bootstrap=0",
         "optimizer.batch_size=8", "tracker=none", "cluster=local", "cluster.flops_per_second=1e11", "sweep=s",
         "trainer=command", f'trainer.command="{command}"', "data.sequence_length=64",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "sweep.py"), *overrides], cwd=trainer, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "benchmarks of 2 runs are left out: the program left no Hugging Face folder" in done.stdout
+    assert sweep_main(overrides) == 0
+    assert "benchmarks of 2 runs are left out: the program left no Hugging Face folder" in capfd.readouterr().out
     sweep = SweepDirectory.open(trainer / "outputs" / "s")
     table = build_table(sweep)
     assert len(table) == 2
