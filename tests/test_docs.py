@@ -144,3 +144,28 @@ def test_pictures_are_those_that_the_script_draws() -> None:
 def test_the_script_names_a_page_that_a_sweep_lacks(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"report\.html does not exist; the sweep must be finished"):
         load("figures").main([str(tmp_path)])
+
+
+# Example commands that ask for other runs have other folders
+
+
+SAME_RUNS = ("dry_run", "explain", "wait", "trunks", "parallel.", "cluster.", "tracker", "evaluate", "fit.")
+
+
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))])
+def test_examples_that_ask_for_other_runs_have_other_folders(name: str) -> None:
+    requests: dict[str, set[str]] = {}
+    for command in re.findall(r"^ +python sweep\.py (.+?)(?: {2,}#.*)?$", (ROOT / name).read_text(), re.MULTILINE):
+        arguments = shlex.split(command, comments=True)
+        if "dry_run=true" in arguments:
+            continue
+        values = dict(argument.lstrip("+").split("=", 1) for argument in arguments)
+        request = sorted(argument for argument in arguments if not argument.startswith((*SAME_RUNS, "sweep=")))
+        requests.setdefault(values.get("sweep", values["grid"]), set()).add(" ".join(request))
+    assert all(len(group) == 1 for group in requests.values()), requests
+
+
+def test_one_version_is_named_everywhere() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}," in (ROOT / "CHANGELOG.md").read_text()
