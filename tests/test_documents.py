@@ -42,8 +42,6 @@ def test_a_file_as_it_must_be(reader: Any, name: str, content: bytes, tmp_path: 
     [
         ("a.json", b'{"steps": "three"}', "Expected int, got str at $.steps"),
         ("a.json", b'{"steps": 3, "names": ["a", 1]}', r"Expected str, got int at $.names[1]"),
-        ("a.json", b"{}", "missing required field steps"),
-        ("a.json", b"[" * 100_000, "Expected object, got array"),
         ("a.json", b'{"other": ' + b"[" * 100_000, "nested too deeply"),
         ("a.json", b'{"steps": 3, "loss": NaN}', "malformed"),
         ("a.json", b'{"steps": 3, "loss": 1e999}', "out of range"),
@@ -52,7 +50,6 @@ def test_a_file_as_it_must_be(reader: Any, name: str, content: bytes, tmp_path: 
         ("a.json", b"1" * 2000, "2000 bytes; it must have at most 1000"),
         ("a.yaml", b"steps: [1, 2", "expected ',' or ']'"),
         ("a.yaml", b"steps: " + b"[" * 900 + b"]" * 900, "nested too deeply"),
-        ("a.yaml", b"steps: three", "Expected int, got str at $.steps"),
         ("a.yaml", b"steps: \xff", "invalid start byte"),
         ("folder", None, "cannot be read"),
         ("pipe.json", None, "a device or a pipe"),

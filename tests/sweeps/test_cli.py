@@ -78,12 +78,10 @@ def test_help_of_a_sweep_shows_grids_and_settings_with_their_comments(isoflop: I
     ("override", "message"),
     [
         ("grid=chinchila", "grid is 'chinchila' (did you mean chinchilla?); it must be one of adaptive"),
-        ("modell.width=8", "modell"),
         ("model.widht=8", "model.widht is not a field (did you mean width?); model has width, depth"),
         ("optimizer=adamm", "optimizer is 'adamm' (did you mean adamw?); it must be one of adamw, muon"),
         ("fit.zzz=1", "fit.zzz is not a field; fit has "),
         ("grid.round_runs=4", "grid.round_runs is no longer a field: a round has at most 16 runs"),
-        ("ensembles=4", "ensembles is no longer a field: each run trains"),
         ("fit.tied=true", "fit.tied is no longer a field: use --tied of `isoflop fit`"),
     ],
 )
@@ -142,11 +140,7 @@ def test_fit_of_a_table_prints_json_and_writes_a_report(isoflop: Isoflop, tmp_pa
         (["fit", "/nonexistent.csv"], "does not exist"),
         (["fit", "TABLE"], "Model Size"),  # the columns that there are
         (["fit", "TABLE", "--column", "N"], "must be NAME=COLUMN"),
-        (["fit", "NAN", "--output", "OUT"], "loss is nan in row 2"),
         (["fit", "FIVE", "--output", "OUT"], "has 5 parameters and the table has 5 different points"),
-        (["fit", "NO LOSS", "--output", "OUT"], "has no column 'loss'; it has N, D"),
-        (["fit", "TRAINER"], "is the log of one Hugging Face run"),
-        (["fit", "RECORDS"], "has no column 'loss'; it has N, D"),  # a table, not a law
         (["fit", "TABLE", "--column", "N=Model Size", "--derive-d", "7nd"], "6nd"),
         (["evaluate", "/nonexistent"], "holds no checkpoint"),
         (["data", "prepare", "data=text", "data.path=/nonexistent"], "/nonexistent"),
@@ -156,18 +150,9 @@ def test_fit_of_a_table_prints_json_and_writes_a_report(isoflop: Isoflop, tmp_pa
     ],
 )
 def test_bad_input_is_one_sentence(isoflop: Isoflop, arguments: list[str], message: str, tmp_path: Path) -> None:
-    files = {"TABLE": table(tmp_path / "t.csv"), "OUT": tmp_path / "out"}
+    files = {"TABLE": table(tmp_path / "t.csv"), "FIVE": tmp_path / "five.csv", "OUT": tmp_path / "out"}
     runs = pd.read_csv(files["TABLE"]).set_axis(["N", "D", "loss"], axis=1)
-    for name, frame in {
-        "NAN": runs.assign(loss=[np.nan] + [3.0] * 35),
-        "FIVE": runs.head(5),
-        "NO LOSS": runs[["N", "D"]],
-    }.items():
-        files[name] = tmp_path / f"{name}.csv"
-        frame.to_csv(files[name], index=False)
-    files |= {"TRAINER": tmp_path / "trainer_state.json", "RECORDS": tmp_path / "records.json"}
-    files["TRAINER"].write_text('{"epoch": 1.0, "log_history": [{"loss": 2.5, "step": 10}]}')
-    runs[["N", "D"]].to_json(files["RECORDS"], orient="records")
+    runs.head(5).to_csv(files["FIVE"], index=False)
     code, output, error = isoflop(*(files.get(argument, argument) for argument in arguments))
     assert code == 2, error
     assert message in error

@@ -157,10 +157,7 @@ def test_the_budget_of_all_runs_together_holds(tmp_path: Path) -> None:
 
 
 def test_a_node_is_avoided_for_a_while_after_a_run_can_be_claimed_again() -> None:
-    attempt = Attempt(
-        attempt=1, began=0.0, ended=100.0, seconds=100.0, host="node7", job_id="7", cause="node", reason=None,
-        first_step=0, last_step=0, saved_step=0, flops=0.0, flops_wasted=0.0,
-    )  # fmt: skip
+    attempt = make_attempt(1, "node", "node7", ended=100.0)
     policy, free_at = Policy(backoff_seconds=30.0), 130.0
     assert standing([attempt], policy, 0, 110.0) == ("waiting", 20.0, ("node7",))
     assert standing([attempt], policy, 0, free_at) == ("free", 0.0, ("node7",))

@@ -71,12 +71,9 @@ def test_times_follow_the_theory() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"ranks": 0}, "ranks is 0; it must be 1 to 1048576"),
-     ({"ranks": 1_000_000_007}, "ranks is 1000000007; it must be 1 to 1048576"),
      ({"ranks": 1_000_003}, "parallel.dp is 1000003; it must be at most 1,000,000"),
      ({"ranks": 26}, "parallel.dp is 26; it must divide optimizer.batch_size 64"),
      ({"memory_bytes": -1.0}, "memory_bytes is -1; it must be greater than 0"),
-     ({"flops_per_second": 0.0}, "flops_per_second is 0; it must be greater than 0"),
-     ({"ranks_per_node": 0}, "ranks_per_node is 0; it must be greater than 0"),
      ({"intra_bandwidth": float("nan")}, "intra_bandwidth is nan; it must be greater than 0")],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused(options: dict[str, Any], message: str) -> None:

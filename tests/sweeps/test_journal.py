@@ -77,25 +77,6 @@ def test_random_events_keep_every_rule_of_a_runs_life() -> None:
     assert ended > 1000
 
 
-def test_an_attempt_has_what_its_beginning_and_its_end_say() -> None:
-    start = Started(
-        at=10.0, attempt=1, host="node1", job_id="7", steps=100, first_step=20, flops_per_step=2.0, gpus=2.0
-    )
-    stop = Stopped(
-        at=31.0, attempt=1, state="preempted", cause="time_limit", reason="its time is over", ended=30.0, last_step=50,
-        saved_step=40, at_fault=("node2",),
-    )  # fmt: skip
-    record = fold([Planned(at=1.0), Queued(at=2.0), start, stop], NEW)
-    assert record.state == State("preempted", 1, "node1", "7", 31.0, "its time is over")
-    (attempt,) = record.attempts
-    assert (attempt.began, attempt.ended, attempt.seconds, attempt.gpus) == (10.0, 30.0, 20.0, 2.0)
-    assert (attempt.first_step, attempt.last_step, attempt.saved_step) == (20, 50, 40)
-    assert (attempt.flops, attempt.flops_wasted) == pytest.approx((60.0, 20.0), rel=1e-12)
-    assert attempt.at_fault == ("node2",)
-    after_reset = fold([Reset(at=40.0, by="ann"), Started(at=41.0, attempt=2)], record)
-    assert (after_reset.recent, after_reset.budget, after_reset.state.state) == ([], 1, "running")
-
-
 def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: Patch) -> None:
     append(tmp_path, Planned(at=1.0))
     with (tmp_path / JOURNAL).open("a") as file:

@@ -258,22 +258,6 @@ def test_a_watch_waits_for_retries_alone(sweep: SweepDirectory, capsys: Capture,
     assert printed == [{"failed": 4}, {"failed": 3, "diverged": 1}]
 
 
-def test_following_a_log_goes_on_with_retries(sweep: SweepDirectory, capsys: Capture, monkeypatch: Patch) -> None:
-    retried, final = sweep.runs()[:2]
-    fail(retried, "killed")
-    fail(final, "error")
-
-    def pause(seconds: float) -> None:
-        retried.log("second attempt")
-        set_state(retried, "diverged")
-
-    monkeypatch.setattr(logs.time, "sleep", pause)
-    logs.print_log(sweep, retried.run_id, follow=True)
-    assert "second attempt" in capsys.readouterr().out
-    monkeypatch.setattr(logs.time, "sleep", lambda seconds: pytest.fail("it waits for what has ended"))
-    logs.print_log(sweep, final.run_id, follow=True)
-
-
 def test_a_follower_reads_each_line_once_also_of_a_replaced_file(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     follower = logs.Follower(path)

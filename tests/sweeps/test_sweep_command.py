@@ -393,9 +393,7 @@ def test_a_text_shorter_than_a_window_is_refused_before_any_run(tmp_path: Path, 
 
 MULTIRUNS = [
     (["+grid=smoke", "seed=0,1"], ["smoke_seed=0", "smoke_seed=1"]),
-    (["+grid=smoke,ladder"], ["smoke", "ladder"]),
     (["+grid=smoke,ladder", "sweep=s"], ["s_grid=smoke", "s_grid=ladder"]),
-    (["+grid=smoke", "sweep=a,b", "model.qk_norm=true"], ["a", "b"]),
     (["+grid=smoke", "seed=range(0,2)", "grid.sizes=[5e3],[5e3,6e3]"],
      [f"smoke_seed={seed}_grid.sizes={sizes}" for seed in (0, 1) for sizes in ("5000.0", "5000.0,6000.0")]),
     (["+grid=smoke", "data=text", 'data.path="a b/c","ü:%"'], ["smoke_data.path=a-b-c", "smoke_data.path=ü-"]),

@@ -6,11 +6,7 @@ The cluster needs at least four nodes, and an account `small` that may have 8 jo
 from __future__ import annotations
 
 import json
-import os
-import random
 import runpy
-import signal
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +18,6 @@ from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.runs.forms import JobShape
 from isoflop.sweeps.slurm import commands, snapshot
-from isoflop.sweeps.slurm.jobs import jobs_of
 from isoflop.sweeps.slurm.submit import Request, Submission
 from slurm_sweeps import EVERY, ROOT, SMALL, Sweep, slurm, sweeps_in, until
 
@@ -83,39 +78,6 @@ def configured(name: str, output_root: Path, *overrides: str) -> SweepConfig:
     config = compose([*SMALL, "cluster=slurm", *overrides])
     config.sweep, config.output_root = name, str(output_root)
     return config
-
-
-def launched(directory: SweepDirectory) -> int:
-    """Fork a process that launches the jobs that the sweep needs; return its id."""
-    if (child := os.fork()) > 0:
-        return child
-    try:
-        conduct.resume(directory)
-    except BaseException:
-        os._exit(1)
-    os._exit(0)
-
-
-def test_launchers_that_are_killed_at_random_times_submit_no_worker_twice(sweep: Callable[..., Sweep]) -> None:
-    """Submit all jobs on hold, so that they can be counted."""
-    held_sweep, rng, killed, usual_seconds = sweep("shot"), random.Random(6), 0, 0.0
-    held_sweep.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
-    directory = SweepDirectory(held_sweep.path)
-    for _ in range(30):  # a launcher may end before it is killed
-        if killed == 4:
-            break
-        held_sweep.cancel_jobs()
-        if usual_seconds:
-            process = launched(directory)
-            time.sleep(usual_seconds * rng.random())
-            os.kill(process, signal.SIGKILL)
-            killed += os.WIFSIGNALED(os.waitpid(process, 0)[1])
-        start = time.monotonic()
-        assert os.waitpid(launched(directory), 0)[1] == 0
-        usual_seconds = usual_seconds or time.monotonic() - start
-        assert [len(held_sweep.queue(kind)) for kind in ("worker", "keeper", EVERY)] == [2, 2, 4]
-        assert {job.name for job in jobs_of(directory)} == set(held_sweep.queue(EVERY))
-    assert killed == 4
 
 
 def test_an_account_with_room_for_few_jobs_gets_all_done(sweep: Callable[..., Sweep]) -> None:
