@@ -56,9 +56,7 @@ def test_a_file_as_it_must_be(reader: Any, name: str, content: bytes, tmp_path: 
         ("missing.json", None, "No such file"),
     ],
 )
-def test_anything_else_is_one_sentence(
-    reader: Any, name: str, content: bytes | None, expected: str, tmp_path: Path
-) -> None:
+def test_anything_else_is_refused(reader: Any, name: str, content: bytes | None, expected: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe.json")
     if content is not None:

@@ -89,9 +89,7 @@ def python(code: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("quick_pictures")
-def test_a_grid_of_programs_is_trained_like_one_of_ours(
-    trainer: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_of_programs_is_trained_like_one_of_ours(trainer: Path, monkeypatch: Patch, capfd: Capture) -> None:
     monkeypatch.chdir(trainer)
     command = COMMAND.format(python=sys.executable, pause=0)
     overrides = [

@@ -244,9 +244,7 @@ def test_a_retried_run_ends_as_if_it_had_never_failed(smoke: tuple[Path, str], t
     assert states_of(sweep) == ["done"] * 4
 
 
-def test_what_was_cancelled_is_retried_if_asked(
-    sweep: SweepDirectory, resumed: list[set[str]], capsys: Capture
-) -> None:
+def test_cancelled_runs_are_retried_if_asked(sweep: SweepDirectory, resumed: list[set[str]], capsys: Capture) -> None:
     control.cancel(sweep, [])
     capsys.readouterr()
     assert control.retry(sweep, [], False, False) == 0

@@ -47,9 +47,7 @@ def copy_of(sweep: SweepDirectory) -> SweepDirectory:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_copy_is_left_until_it_is_adopted(
-    original: SweepDirectory, queue: Path, isoflop: Isoflop, command: list[str]
-) -> None:
+def test_a_copy_is_left_alone(original: SweepDirectory, queue: Path, isoflop: Isoflop, command: list[str]) -> None:
     copy = copy_of(original)
     before = contents(original.path), contents(copy.path)
     code, _, message = isoflop(command[0], copy.path, *command[1:])

@@ -149,18 +149,14 @@ def check_repair(sweep: SweepDirectory, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "kind"), LEFT)
-def test_what_a_writer_left_is_repaired_once(
-    sweep: SweepDirectory, name: str, text: str | None, kind: list[str]
-) -> None:
+def test_what_a_writer_left_is_repaired(sweep: SweepDirectory, name: str, text: str | None, kind: list[str]) -> None:
     path = sweep.path / name.replace("RUN", f"runs/{first_run(sweep).run_id}")
     path.unlink() if text is None else leave(path, text)
     check_repair(sweep, kind)
 
 
 @pytest.mark.parametrize(("damage", "kind"), DISTURBED)
-def test_damage_is_repaired_once(
-    sweep: SweepDirectory, damage: Callable[[SweepDirectory], None], kind: list[str]
-) -> None:
+def test_damage_is_repaired(sweep: SweepDirectory, damage: Callable[[SweepDirectory], None], kind: list[str]) -> None:
     before, state = contents(sweep.path), first_run(sweep).state()
     assert examine_sweep(sweep, repair=True, deep=True) == []
     assert contents(sweep.path) == before, "an undisturbed sweep is clean"

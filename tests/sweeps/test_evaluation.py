@@ -158,9 +158,7 @@ def test_every_kept_and_final_checkpoint_is_scored_once(trained: Path, scored: P
     score(SweepDirectory(scored))
 
 
-def test_decoding_is_timed_where_asked_and_costs_no_other_score(
-    scored: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_decoding_is_timed_if_asked_and_costs_no_other_score(scored: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     folder = tmp_path / "family"
     shutil.copytree(scored, folder)
     trunk, _, settings = opened(folder)

@@ -36,6 +36,7 @@ from isoflop.train.loop import Stopped, train
 from small_runs import Patch, assert_same_end, assert_same_run, logged_steps, set_state, stop_after
 
 TRUNK_STEPS, BRANCH_STEPS, BEGIN = 40, 20, 16
+Runs, Grafted = dict[int, RunDirectory], tuple[RunDirectory, RunConfig]
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +90,14 @@ def sweep(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFacto
     return trained(tmp_path_factory.mktemp("sweep"), trunk, shards), branch
 
 
-def test_saving_for_branches_changes_no_bit(
-    sweep: tuple[RunDirectory, RunConfig], trained_alone: dict[int, RunDirectory]
-) -> None:
+def test_saving_for_branches_changes_no_bit(sweep: Grafted, trained_alone: Runs) -> None:
     assert_same_run(sweep[0].path, trained_alone[TRUNK_STEPS].path)
     # Checkpoints for branches are kept in addition to the number that `keep` allows.
     checkpoints = {path.name for path in (sweep[0].path / "checkpoints").iterdir()}
     assert checkpoints == {f"step_{BEGIN}", f"step_{TRUNK_STEPS}"}
 
 
-def test_a_branch_is_the_run_trained_alone_bit_for_bit(
-    sweep: tuple[RunDirectory, RunConfig], trained_alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
-) -> None:
+def test_a_branch_is_the_run_trained_alone(sweep: Grafted, trained_alone: Runs, shards: Shards, tmp_path: Path) -> None:
     trunk, config = sweep
     branch = directory(tmp_path, config)
     assert graft(branch, trunk) == f"begins at step {BEGIN} of run {trunk.run_id}, whose checkpoint is linked here"
@@ -121,9 +118,7 @@ def test_a_branch_is_the_run_trained_alone_bit_for_bit(
     assert run_id(load_for_evaluation(branch.path).config) == branch.run_id
 
 
-def test_a_resumed_trunk_changes_no_branch(
-    run: RunConfig, trained_alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
-) -> None:
+def test_a_resumed_trunk_changes_no_branch(run: RunConfig, trained_alone: Runs, shards: Shards, tmp_path: Path) -> None:
     trunk, branch = (
         directory(tmp_path, config) for config in merge_runs(of_steps(run, TRUNK_STEPS, BRANCH_STEPS)).runs
     )
@@ -152,7 +147,7 @@ def test_a_branch_without_decay_ends_with_its_own_step(run: RunConfig, shards: S
     assert logged_steps(branch.path)[5] == logged_steps(reference.path)[5]
 
 
-def test_grafting_twice_or_at_once_does_no_harm(sweep: tuple[RunDirectory, RunConfig], tmp_path: Path) -> None:
+def test_grafting_twice_or_at_once_does_no_harm(sweep: Grafted, tmp_path: Path) -> None:
     trunk, config = sweep
     branch = directory(tmp_path, config)
     context = multiprocessing.get_context("fork")
@@ -174,9 +169,7 @@ def test_grafting_twice_or_at_once_does_no_harm(sweep: tuple[RunDirectory, RunCo
     assert sorted(logged_steps(branch.path)) == list(range(1, BEGIN + 1))
 
 
-def test_a_checkpoint_is_linked_or_copied(
-    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_checkpoint_is_linked_or_copied(sweep: Grafted, tmp_path: Path, monkeypatch: Patch) -> None:
     trunk, config = sweep
     linked, copied = directory(tmp_path / "here", config), directory(tmp_path / "there", config)
     graft(linked, trunk)
@@ -203,9 +196,7 @@ def dying(function: Callable[..., Any], fatal: int) -> Callable[..., Any]:
     return lambda *arguments: os._exit(9) if next(calls) == fatal else function(*arguments)
 
 
-def test_a_kill_or_a_full_disk_leaves_nothing(
-    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_kill_or_a_full_disk_leaves_nothing(sweep: Grafted, tmp_path: Path, monkeypatch: Patch) -> None:
     trunk, config = sweep
     branch = directory(tmp_path, config)
     root = branch.path / "checkpoints"
@@ -232,7 +223,7 @@ def test_a_kill_or_a_full_disk_leaves_nothing(
     assert checkpoint.newest_valid(root, report=lambda line: None) == root / f"step_{BEGIN}"
 
 
-def test_a_trunk_without_a_whole_checkpoint_is_refused(sweep: tuple[RunDirectory, RunConfig], tmp_path: Path) -> None:
+def test_a_trunk_without_a_whole_checkpoint_is_refused(sweep: Grafted, tmp_path: Path) -> None:
     trunk, config = sweep
     broken = RunDirectory(Path(shutil.copytree(trunk.path, tmp_path / trunk.run_id)))
     branch = directory(tmp_path, config)

@@ -297,9 +297,7 @@ def test_the_laws_are_fitted_after_the_last_result_a_few_times_at_most(make: Mak
     assert not sweep.run_pass(), "a result is newer than the table"
 
 
-def test_a_job_that_slurm_could_not_launch_is_released_and_a_held_one_is_not_counted(
-    make: Make, queue: StandIn
-) -> None:
+def test_a_job_that_could_not_be_launched_is_released_and_a_held_one_is_not_counted(make: Make, queue: StandIn) -> None:
     sweep = make({"run": 40.0})
     sweep.run_pass()
     (job,) = queue.of_kind("worker")
@@ -360,9 +358,7 @@ def test_a_job_runs_the_sweeps_copy_of_the_code(make: Make, queue: StandIn, tmp_
     [({"SLURM_JOB_ID": "7"}, {"7_0", "7_1"}),
      ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"}, {"8_1_0"})],
 )  # fmt: skip
-def test_a_job_removes_half_a_result_of_an_earlier_start(
-    tmp_path: Path, job: dict[str, str], removed: set[str]
-) -> None:
+def test_a_job_removes_half_a_result_of_its_last_start(tmp_path: Path, job: dict[str, str], removed: set[str]) -> None:
     """Check the removal, without which submitit fails a job whose function has succeeded."""
     names = {"7_0", "7_1", "77_0", "8_1_0", "8_10_0", "9_0"}
     for name in names:

@@ -102,9 +102,7 @@ DOUBTS = [
 
 
 @pytest.mark.parametrize(("overrides", "phrase"), DOUBTS, ids=[" ".join(overrides) for overrides, _ in DOUBTS])
-def test_a_doubtful_setting_has_a_note(
-    overrides: list[str], phrase: str | None, data: DataConfig, tmp_path: Path
-) -> None:
+def test_a_doubtful_setting_is_said(overrides: list[str], phrase: str | None, data: DataConfig, tmp_path: Path) -> None:
     config = configuration(data, tmp_path, "tuning=fixed", "data.validation_fraction=0.2", *overrides)
     if "data.validation_tokens=100000" not in overrides:
         config.data.validation_tokens = data.validation_tokens
@@ -191,9 +189,7 @@ def test_settings_that_change_no_run_may_differ(shared_sweep: Prepared, data: Da
     assert "evaluate.limit was 150 and is 7, fit.bootstrap was 1000 and is 7" in note
 
 
-def test_a_torn_plan_is_written_by_the_same_request(
-    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
-) -> None:
+def test_a_torn_plan_is_written_again(sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path) -> None:
     planned = sweep()
     (planned.sweep.path / "plan.json").write_text('{"runs": [')
     assert prepare.conflict(prepare.from_config(configuration(data, tmp_path))) is None
@@ -220,9 +216,7 @@ def test_merged_requests_are_one_sweep(sweep: Callable[..., Prepared], data: Dat
     assert prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=2", "sweep_merge=true"))) is None
 
 
-def test_a_merged_sweep_grows_by_its_newest_request(
-    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
-) -> None:
+def test_a_merged_sweep_grows_by_the_newest(sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path) -> None:
     sweep("grid.sizes=[4e4]")  # a longer run, which is the first of the plan
     other_corpus = tmp_path / "more.txt"
     other_corpus.write_text(Path(str(data.path)).read_text() * 2)

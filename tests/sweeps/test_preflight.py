@@ -50,9 +50,7 @@ def check_first_job(sweep: SweepDirectory) -> list[str]:
     return list(preflight.check_first_job(sweep, [run.config() for run in sweep.runs()], ranks=1))
 
 
-def test_a_node_that_passed_is_checked_once_in_all_sweeps(
-    tmp_path: Path, pending_findings: list[list[Finding]]
-) -> None:
+def test_a_node_that_passed_is_checked_only_once(tmp_path: Path, pending_findings: list[list[Finding]]) -> None:
     first, _ = sweep_of(tmp_path / "first")
     pending_findings.append([FINE, FINE])
     (line,) = check_first_job(first)
@@ -67,9 +65,7 @@ def test_a_node_that_passed_is_checked_once_in_all_sweeps(
     assert len(check_first_job(other)) == 1
 
 
-def test_a_node_that_failed_is_named_and_checked_by_the_next(
-    tmp_path: Path, pending_findings: list[list[Finding]]
-) -> None:
+def test_a_node_that_failed_is_checked_again(tmp_path: Path, pending_findings: list[list[Finding]]) -> None:
     first, _ = sweep_of(tmp_path / "first")
     pending_findings.append([FINE, WRONG])
     assert check_first_job(first)[0].endswith("\npreflight: failed: a step is off by 0.1")
@@ -82,9 +78,7 @@ def test_a_node_that_failed_is_named_and_checked_by_the_next(
     assert len(check_first_job(second)) == 1
 
 
-def test_a_second_node_is_checked_for_its_disk(
-    tmp_path: Path, pending_findings: list[list[Finding]], monkeypatch: Patch
-) -> None:
+def test_a_second_node_has_its_disk(tmp_path: Path, pending_findings: list[list[Finding]], monkeypatch: Patch) -> None:
     sweep, _ = sweep_of(tmp_path / "sweep")
     pending_findings.append([WRONG])
     full_disk = Finding("disk", FAILED, "the disk is full")

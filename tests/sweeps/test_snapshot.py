@@ -85,9 +85,7 @@ def test_the_same_code_is_copied_once_and_other_code_next_to_it(checkout: Path, 
     assert snapshot.take(sweep, package=second / "isoflop") == second, "a job that runs from a copy uses this copy"
 
 
-def test_a_launcher_after_another_finds_a_whole_copy(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_launcher_finds_a_whole_copy(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other_copy = snapshot.take(SweepDirectory(tmp_path / "first"), package=checkout)
     sweep = SweepDirectory(tmp_path / "second")
     rename = os.rename

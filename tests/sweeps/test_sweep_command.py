@@ -359,9 +359,7 @@ def test_slurm_without_sbatch_is_refused(tmp_path: Path, capsys: Capture, monkey
 
 
 @pytest.mark.parametrize("output_root", ["/proc/nowhere", "file/outputs"])
-def test_a_folder_not_writable_is_refused(
-    output_root: str, tmp_path: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
+def test_an_unwritable_folder_is_refused(output_root: str, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("in the way")
     assert output_root.split("/")[-1] in error_of([*SMOKE, f"output_root={output_root}"], capsys)
@@ -419,9 +417,7 @@ def sweep_names(tmp_path: Path, monkeypatch: Patch) -> list[str]:
         for number, case in enumerate(MULTIRUNS)
     ],
 )
-def test_every_job_of_a_multirun_has_its_folder(
-    overrides: list[str], folders: list[str], sweep_names: list[str]
-) -> None:
+def test_jobs_of_a_multirun_have_folders(overrides: list[str], folders: list[str], sweep_names: list[str]) -> None:
     assert sweep_main(["--multirun", "cluster=local", *overrides]) == 0
     assert sweep_names == folders
     if len(overrides) == 1 or overrides[1] == "seed=3":  # the flag has two forms and may be anywhere

@@ -183,9 +183,7 @@ MESHES = (  # a grid, a mesh, and the tuning.min_batch that both need together
 
 
 @pytest.mark.parametrize(("overrides", "mesh", "least"), MESHES)
-def test_a_mesh_that_cannot_divide_the_batch_is_refused(
-    overrides: list[str], mesh: dict[str, Any], least: int | None
-) -> None:
+def test_a_mesh_must_divide_the_batch(overrides: list[str], mesh: dict[str, Any], least: int | None) -> None:
     config = compose([*overrides, "cluster=local"])
     alone = base_run(config)
     alone.model.vocab_size = 256

@@ -118,6 +118,7 @@ def succeed(path: Path) -> None:
 
 
 Trainer = Callable[..., Any]
+Replace = Callable[[Trainer], None]
 
 
 @pytest.fixture
@@ -158,11 +159,7 @@ def restored(sweep: Path) -> Path:
 
 @pytest.mark.parametrize("change", [moved, restored])
 def test_a_folder_that_is_moved_or_restored_under_a_run_keeps_every_result(
-    bench: WorkerBench,
-    replace_train: Callable[[Trainer], None],
-    change: Callable[[Path], Path],
-    tmp_path: Path,
-    monkeypatch: Patch,
+    bench: WorkerBench, replace_train: Replace, change: Callable[[Path], Path], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(attempt, "ASK_SECONDS", 0.0)
     bench.configure(retries=1)
@@ -197,7 +194,7 @@ def test_a_folder_that_is_moved_or_restored_under_a_run_keeps_every_result(
 # The loop of a worker
 
 
-def test_what_ends_a_run_never_ends_the_worker(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
+def test_what_ends_a_run_never_ends_the_worker(bench: WorkerBench, replace_train: Replace) -> None:
     runs = [bench.run(seed) for seed in range(6)]
     errors = [Diverged("the loss rose"), UserError("no such text"), OSError(errno.ENOSPC, "full"), ValueError("a\nb")]
     ends: dict[str, Exception] = dict(zip([run.run_id for run in runs], errors, strict=False))
@@ -226,7 +223,7 @@ def stop(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **
     raise Stopped("stopped at step 3 of 9")
 
 
-def test_a_worker_told_to_stop_takes_nothing_more(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
+def test_a_worker_told_to_stop_takes_nothing_more(bench: WorkerBench, replace_train: Replace) -> None:
     first, second = bench.run(1), bench.run(2)
     replace_train(stop)
     assert not bench.work()
@@ -237,7 +234,7 @@ def test_a_worker_told_to_stop_takes_nothing_more(bench: WorkerBench, replace_tr
     assert (states(first, second), first.state().attempt) == (["done", "done"], 2)
 
 
-def test_a_worker_whose_launcher_is_gone_stops(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
+def test_a_worker_whose_launcher_is_gone_stops(bench: WorkerBench, replace_train: Replace) -> None:
     run = bench.run(1)
 
     def trainer(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
@@ -250,7 +247,7 @@ def test_a_worker_whose_launcher_is_gone_stops(bench: WorkerBench, replace_train
     assert reason(run).startswith("the launcher has ended; ")
 
 
-def test_a_branch_of_a_trunk_that_failed_says_so(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
+def test_a_branch_of_a_trunk_that_failed_says_so(bench: WorkerBench, replace_train: Replace) -> None:
     def trainer(config: RunConfig, directory: Path, **arguments: Any) -> None:
         raise Diverged("the loss rose")
 
@@ -261,7 +258,7 @@ def test_a_branch_of_a_trunk_that_failed_says_so(bench: WorkerBench, replace_tra
     assert f"of run {trunk.run_id}, which has no checkpoint there and is diverged (the loss rose)" in reason(branch)
 
 
-def test_done_or_cancelled_runs_are_not_trained(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
+def test_done_or_cancelled_runs_are_not_trained(bench: WorkerBench, replace_train: Replace) -> None:
     done, cancelled = bench.run(1), bench.run(2)
     succeed(done.path)
     set_state(done, "done")
@@ -272,9 +269,7 @@ def test_done_or_cancelled_runs_are_not_trained(bench: WorkerBench, replace_trai
     assert reason(cancelled) == "cancelled by a colleague before it began"
 
 
-def test_a_run_that_a_user_cancels_saves_and_ends_and_the_worker_goes_on(
-    bench: WorkerBench, replace_train: Callable[[Trainer], None], monkeypatch: Patch
-) -> None:
+def test_a_worker_goes_on_after_a_cancelled_run(bench: WorkerBench, replace_train: Replace, monkeypatch: Patch) -> None:
     monkeypatch.setattr(attempt, "ASK_SECONDS", -1.0)  # asks at every step
     run, other = bench.run(1), bench.run(2)
 
@@ -296,9 +291,7 @@ def test_a_run_that_a_user_cancels_saves_and_ends_and_the_worker_goes_on(
     assert causes(run) == ["cancelled", "done"]
 
 
-def test_a_worker_takes_its_own_shape_and_leaves_when_another_is_needed(
-    bench: WorkerBench, replace_train: Callable[[Trainer], None], monkeypatch: Patch
-) -> None:
+def test_a_worker_takes_runs_of_its_own_shape(bench: WorkerBench, replace_train: Replace, monkeypatch: Patch) -> None:
     monkeypatch.setattr(worker, "IDLE_SECONDS", 1000.0)
     big = asdict(replace(SHAPE, ranks_per_node=2))
     other, matching, waiting = bench.run(1, {"shape": big}), bench.run(2), bench.run(3)
@@ -309,7 +302,7 @@ def test_a_worker_takes_its_own_shape_and_leaves_when_another_is_needed(
     assert states(other, matching, waiting) == ["planned", "done", "failed"]
 
 
-def test_the_pass_after_a_trunk_starts_workers(bench: WorkerBench, replace_train: Callable[[Trainer], None]) -> None:
+def test_the_pass_after_a_trunk_starts_workers(bench: WorkerBench, replace_train: Replace) -> None:
     trunk, _ = bench.family(1)
     bench.run(2)
     states_of_trunk: list[list[str]] = []
@@ -333,9 +326,7 @@ def node(monkeypatch: Patch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_job_that_slurm_starts_again_goes_on_with_its_run(
-    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: Patch
-) -> None:
+def test_a_restarted_job_goes_on(bench: WorkerBench, node: None, replace_train: Replace, monkeypatch: Patch) -> None:
     bench.configure(retries=1)
     run = bench.run(1)
     run.write_event(Started, attempt=1, host="node0", job_id="7", machine="far")
@@ -369,9 +360,7 @@ def test_the_run_of_a_worker_that_died_is_explained_by_slurm(
     assert "its job 8 on node3" in str(ended.reason)
 
 
-def test_a_worker_on_a_bad_node_leaves(
-    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: Patch
-) -> None:
+def test_a_bad_node_is_left(bench: WorkerBench, node: None, replace_train: Replace, monkeypatch: Patch) -> None:
     bench.configure(retries=3)
     run = bench.run(1)
     end(run, "node", host="node1")
@@ -383,9 +372,7 @@ def test_a_worker_on_a_bad_node_leaves(
     assert states(run) == ["done"]
 
 
-def test_a_worker_fits_its_time(
-    bench: WorkerBench, node: None, replace_train: Callable[[Trainer], None], monkeypatch: Patch
-) -> None:
+def test_what_fits_the_time(bench: WorkerBench, node: None, replace_train: Replace, monkeypatch: Patch) -> None:
     monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
     for limit, margin in ((30, 18.0), (600, 180.0)):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(1000 + limit))
@@ -416,7 +403,7 @@ def test_a_worker_fits_its_time(
 
 @pytest.mark.parametrize(("seconds", "cause"), [(None, "preempted"), (60, "time_limit"), (86400, "preempted")])
 def test_a_signal_near_the_end_of_the_job_is_its_time_limit(
-    seconds: int | None, cause: str, bench: WorkerBench, replace_train: Callable[[Trainer], None],
+    seconds: int | None, cause: str, bench: WorkerBench, replace_train: Replace,
     monkeypatch: Patch,
 ) -> None:  # fmt: skip
     if seconds is not None:
