@@ -32,7 +32,7 @@ from isoflop.train.external import program
 from isoflop.train.files import read_json_lines
 from isoflop.train.job.environment import Ranks
 from isoflop.train.planner.command import check_command, command_line
-from small_runs import Patch, logged_steps
+from small_runs import Capture, Patch, logged_steps
 
 ROOT = Path(isoflop.__file__).resolve().parent
 # A trainer of a tenth of a second: it logs every 5 steps, saves every 10, and resumes exactly.

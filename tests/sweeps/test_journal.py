@@ -158,9 +158,3 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, start: str | None) 
     ]
     assert record.attempts[1].flops == (8.0 if start else 0.0)
     assert record.next_attempt == 3
-
-
-def test_a_run_with_a_result_and_nothing_else_is_done(tmp_path: Path) -> None:
-    assert read_record(tmp_path) == NEW
-    (tmp_path / "summary.json").write_text("{}")
-    assert read_record(tmp_path).state == State("done")

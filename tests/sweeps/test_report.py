@@ -34,11 +34,8 @@ def sweep(budgets=(2e11, 5e11, 1.2e12, 3e12), sizes=6, hostile=False, tasks=True
             row |= {"loss_se": 0.01, "width": 16, "depth": 2, "val_bpb": loss / np.log(2), "epochs": 0.1}
             for task in ("arc_easy", "lambada") if tasks else ():
                 name = task + HOSTILE * hostile
-                row |= {
-                    f"{name}/acc": 0.25 + 0.01 * rng.standard_normal(),
-                    f"{name}/acc_se": 0.02,
-                    f"{name}/chance": 0.25,
-                }
+                row |= {f"{name}/acc": 0.25 + 0.01 * rng.standard_normal(), f"{name}/acc_se": 0.02}
+                row |= {f"{name}/chance": 0.25}
                 row |= {f"{name}/gold_bpb": loss, f"{name}/gold_bpb_se": 0.01}
             rows.append(row)
             share = np.linspace(0.05, 1, 20)
