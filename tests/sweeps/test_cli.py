@@ -78,6 +78,7 @@ def test_help_of_a_sweep_shows_grids_and_settings_with_their_comments(isoflop: I
     ("override", "message"),
     [
         ("grid=chinchila", "grid is 'chinchila' (did you mean chinchilla?); it must be one of adaptive"),
+        ("modell.width=8", "modell"),
         ("model.widht=8", "model.widht is not a field (did you mean width?); model has width, depth"),
         ("optimizer=adamm", "optimizer is 'adamm' (did you mean adamw?); it must be one of adamw, muon"),
         ("fit.zzz=1", "fit.zzz is not a field; fit has "),

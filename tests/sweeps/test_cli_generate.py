@@ -115,6 +115,7 @@ def test_no_part_of_a_stop_is_printed_however_the_tokens_cut_it() -> None:
         ("--top-p", "1.5", "--top-p is 1.5; it must be above 0 and at most 1"),
         ("--top-k", "-3", "--top-k is -3; it must be 0 (all tokens) or more"),
         ("--top-k", "3", "--temperature is 0, which always takes the likeliest token"),
+        ("--max-tokens", "0", "--max-tokens is 0; it must be 1 or more"),
         ("--seed", "-1", "--seed is -1; it must be from 0"),
         ("--stop", "", "--stop is empty; it must be a text"),
         ("--device", "tpu", "--device is 'tpu'; it must be auto, cpu or cuda"),

@@ -249,6 +249,7 @@ def test_a_grid_is_extended_by_its_changes(sweep: Callable[..., Prepared], tmp_p
         (["model.width=3"], None, "it must be FIELD=VALUE of the grid"),
         (["grid.sizes=[x]"], None, "x"),
         (["grid.sizes=[1e5"], None, r"extend was given 'grid.sizes=\[1e5'"),
+        (["grid.sizes=[${nope}]"], None, "nope"),
         (["grid.sizs=1"], None, "see conf/grid/ for an example of each kind"),
         (["grid.kind=points"], None, "grid.sizes"),
         ([], "kind: points\npoints: [", "has invalid content: while parsing .*; --grid must be a YAML"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from isoflop.fit import read_table
 from isoflop.fit.checks.doctor import examine
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.runs.directory import SweepDirectory
-from small_runs import SMOKE, Capture, Patch, until
+from small_runs import SMOKE, Capture, Patch, set_state, until
 
 ROOT = Path(__file__).resolve().parents[2]
 # As SMOKE, but long enough to be interrupted: a few seconds, a checkpoint every few steps.
@@ -93,6 +94,17 @@ def test_again_trains_nothing(sweep: SweepDirectory, capfd: Capture) -> None:
     assert sweep_main([*SMOKE, "fit.bootstrap=20", f"output_root={sweep.path.parent}"]) == 0
     assert {path: path.stat().st_mtime_ns for path in sweep.path.glob("runs/*/metrics.jsonl")} == before
     assert "report.html" in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("quick_pictures")
+def test_a_sweep_of_which_nothing_is_done_says_why_and_fits_nothing(sweep: SweepDirectory, capfd: Capture) -> None:
+    shutil.rmtree(sweep.path / "fit")
+    for run in sweep.runs():
+        (run.path / "summary.json").unlink()
+        set_state(run, "diverged", reason="the loss rose")
+    assert sweep_main([*SMOKE, f"output_root={sweep.path.parent}"]) == 1
+    assert capfd.readouterr().out.count("is diverged: the loss rose") == 4
+    assert not (sweep.path / "fit").exists()
 
 
 def test_the_same_science_has_the_same_id_in_any_sweep(smoke: tuple[Path, str], tmp_path: Path, capfd: Capture) -> None:
@@ -314,6 +326,7 @@ BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.
     (["+data.mixture={code:0.7}"], "data.mixture is not a field; data has corpus, path"),
     (["+model.a.b=1"], "model.a is not a field"),
     (["model.width=wide"], "could not be converted to Integer"),
+    (["model.width=null"], "model.width cannot be null"),
     (["schedule=null"], "Config group override must be a string or a list"),
     (["grid.variants={a:[model.foo=3]}"], "model.foo"),
     (["data=text", "data.path=/nonexistent/é"], "data.path is '/nonexistent/é'"),
@@ -323,10 +336,15 @@ BAD = [  # numbers out of range are tried in test_fields.py, grids in test_grid.
     (["precision=fp8"], "precision is 'fp8'; it must be one of fp32, bf16"),
     (["data.tokenizer=/nonexistent/tokenizer.json"], "/nonexistent/tokenizer.json"),
     (["parallel.micro_batch_size=3", "optimizer.batch_size=8"], "it must divide optimizer.batch_size 8: 1, 2, 4, 8"),
+    (["data=text"], "data.path is null"),
+    (["model.window=65"], "model.window is 65; it must be 1 to data.sequence_length 64"),
+    (["data.validation_tokens=1"], "data.validation_tokens is 1; it must be at least data.sequence_length 64"),
     (["grid.stop_hopeless=true"], "grid.stop_hopeless is true"),
     (["fit.targets=[1e15,1e15]"], "fit.targets contains 1000000000000000.0 more than once"),
     (["cluster.kind=cloud"], "it must be one of local, slurm"),
     (["sweep=a/b"], "sweep is 'a/b'"),
+    (["sweep=.."], "sweep is '..'; it must be the name of one folder under output_root"),
+    (["sweep='<script>'"], "sweep is '<script>'; it must be the name of one folder"),
     (["sweep='a\nb'"], r"sweep is 'a\nb'; it must be the name of one folder"),
     ([f"sweep={'a' * 300}"], "at most 200 bytes"),
 ]
