@@ -201,15 +201,6 @@ def test_two_processes_that_reconcile_at_once_write_one_end_of_each_run(tmp_path
     assert all((run.path / journal.JOURNAL).read_text().count("stopped") == 1 for run in runs)
 
 
-@pytest.mark.parametrize("damage", ["", '{"state": "run', "\0\0\0\0", '{"state": "planned"}'])
-def test_a_damaged_view_loses_no_attempt_and_repeats_no_number(run: RunDirectory, damage: str) -> None:
-    for number in (1, 2, 3):
-        begin(run)
-        (run.path / "state.json").write_text(damage)
-        assert reconcile(run).state.attempt == number
-        assert run.state() == run.record().state
-
-
 def test_a_run_that_is_stopped_or_killed_without_end_ends_with_the_budget(run: RunDirectory) -> None:
     policy = replace(POLICY, retries=2, max_requeues=2)
     for cause in ("killed", "preempted"):

@@ -250,17 +250,7 @@ def test_rounds_stay_within_the_flops_and_narrow_the_interval(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_it_ends_when_the_interval_is_as_narrow_as_was_asked_for(tmp_path: Path) -> None:
-    config = adaptive_settings(tolerance=0.9)
-    config.fit.targets = [2e13]
-    sweep = write_sweep(tmp_path / "sweep", config)
-    finish(sweep)
-    assert ask_round(sweep, config) is None
-    assert "% of the loss (asked for 90.00%)" in record(sweep)["ended"]
-
-
-@pytest.mark.slow
-def test_it_ends_when_the_flops_are_spent_and_when_too_few_runs_are_done(tmp_path: Path) -> None:
+def test_it_ends_when_the_flops_are_spent_the_interval_is_narrow_or_too_few_runs_are_done(tmp_path: Path) -> None:
     config = adaptive_settings()
     sweep = write_sweep(tmp_path / "poor", config)
     assert ask_round(sweep, config) is None
@@ -268,6 +258,11 @@ def test_it_ends_when_the_flops_are_spent_and_when_too_few_runs_are_done(tmp_pat
     finish(sweep)  # as after a retry
     assert ask_round(sweep, config) is not None
     assert record(sweep)["ended"] is None
+    narrow = adaptive_settings(tolerance=0.9)
+    narrow.fit.targets = [2e13]
+    (sweep.path / "adaptive.json").unlink()
+    assert ask_round(sweep, narrow) is None
+    assert "% of the loss (asked for 90.00%)" in record(sweep)["ended"]
     (sweep.path / "adaptive.json").unlink()
     assert isinstance(config.grid, AdaptiveGrid)
     config.grid.flops_budget = spent(sweep) * 1.001
