@@ -28,9 +28,11 @@ from isoflop.train.config import (
 from isoflop.train.files import read_json_lines
 
 Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]  # types of fixtures, with short names
-# The sweep of the fixture `smoke`: no tracker, no benchmarks, a stated rate instead of a trial, and few steps.
+# The sweep of the fixture `smoke`: no tracker, no benchmarks, a stated rate instead of a trial, few steps, one worker,
+# and no preflight, which test_preflight.py tests.
 SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11",
-         "tuning.min_batch=4", "tuning.min_steps=16")  # fmt: skip
+         "tuning.min_batch=4", "tuning.min_steps=16", "cluster.jobs=1", "cluster.threads_per_job=1",
+         "preflight=false")  # fmt: skip
 
 
 def forty_steps(data: DataConfig) -> RunConfig:

@@ -32,7 +32,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(12)
 )
 EXTRA_IN_SWEEP = {  # files that an undisturbed sweep does not have
-    "added.json": {}, "cancel.json": {"by": "me"}, "adaptive.json": {"rounds": [], "ended": None},
+    "preflight.json": {"decides": {}, "nodes": {}}, "added.json": {}, "cancel.json": {"by": "me"}, "adaptive.json": {"rounds": [], "ended": None},
     "fit_failure.json": {"reason": "no"}, "jobs/keeper.json": {"scorings": {"a": 1}, "fits": {"tries": 1}},
 }  # fmt: skip
 EXTRA_IN_RUN = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import fake_sweep
 import numpy as np
+import pandas as pd
 import pytest
 from isoflop import fit
 from isoflop.sweeps.cli.main import app
@@ -27,7 +28,7 @@ from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters
 from isoflop.train.schedule import learning_rate_factor
 from rich.console import Console
-from small_runs import set_state
+from small_runs import Patch, set_state
 from typer.testing import CliRunner
 
 UNDER_WAY = "Runs under way"  # a heading of the report
@@ -94,7 +95,9 @@ def test_a_sealed_forecast_is_compared_with_its_run(sweep: SweepDirectory, monke
     assert "0 of 1 interval held" in result.stdout
 
 
-def test_a_forecast_that_was_sealed_after_its_run_does_not_count(sweep: SweepDirectory) -> None:
+def test_a_forecast_that_was_sealed_after_its_run_does_not_count(sweep: SweepDirectory, monkeypatch: Patch) -> None:
+    row = pd.DataFrame({"loss": [1.7], "low": [1.6], "high": [1.8]})
+    monkeypatch.setattr(fit, "forecast", lambda *_: row)  # the fit of a mixture takes its time
     run = RunDirectory(Path(larger_run(sweep, 1.7)))
     (late_forecast,) = forecast_output(sweep, "--target", f"N={size_of(run.config())},D={run.config().D}", "--seal")[
         "forecasts"

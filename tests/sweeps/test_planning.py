@@ -321,7 +321,6 @@ def test_processes_can_add_runs_at_once(sweep: Callable[..., Prepared]) -> None:
 
 
 CONTENT = (  # axes over what runs read, the number of distinct values, and a value of the first run
-    ("data.path: [A, B, C]", 3, {"path": "A"}),
     ("data.path: [A, B], data.max_bytes: [2000, 4000]", 4, {"max_bytes": 2000}),
     ("data.tokenizer: [bpe], data.vocab_size: [280, 300, 320], seed: [0, 1]", 6, {"vocab_size": 280}),
     ("data.tokenizer: [bytes, bpe], data.path: [A]", 2, {"tokenizer": "bytes"}),
