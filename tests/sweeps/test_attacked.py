@@ -32,8 +32,9 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(12)
 )
 EXTRA_IN_SWEEP = {  # files that an undisturbed sweep does not have
-    "preflight.json": {"decides": {}, "nodes": {}}, "added.json": {}, "cancel.json": {"by": "me"}, "adaptive.json": {"rounds": [], "ended": None},
+    "added.json": {}, "cancel.json": {"by": "me"}, "adaptive.json": {"rounds": [], "ended": None},
     "fit_failure.json": {"reason": "no"}, "jobs/keeper.json": {"scorings": {"a": 1}, "fits": {"tries": 1}},
+    "preflight.json": {"decides": {}, "nodes": {}},
 }  # fmt: skip
 EXTRA_IN_RUN = {
     "state.json": {"state": "failed", "attempt": 1, "host": "n", "job_id": "7", "since": 1.0, "reason": "broke"},

@@ -94,8 +94,8 @@ def test_a_grid_of_programs_is_trained_like_one_of_ours(trainer: Path, monkeypat
     command = COMMAND.format(python=sys.executable, pause=0)
     overrides = [
         "+grid=ladder", "grid.sizes=[2e4,6e4]", "grid.tokens_per_parameter=[2]", "fit.bootstrap=0",
-        "optimizer.batch_size=8", "tracker=none", "cluster=local", "cluster.jobs=1", "cluster.flops_per_second=1e11", "sweep=s",
-        "trainer=command", f'trainer.command="{command}"', "data.sequence_length=64",
+        "optimizer.batch_size=8", "tracker=none", "cluster=local", "cluster.jobs=1", "cluster.flops_per_second=1e11",
+        "sweep=s", "trainer=command", f'trainer.command="{command}"', "data.sequence_length=64",
     ]  # fmt: skip
     assert sweep_main(overrides) == 0
     assert "benchmarks of 2 runs are left out: the program left no Hugging Face folder" in capfd.readouterr().out
