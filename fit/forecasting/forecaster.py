@@ -119,7 +119,7 @@ class Member:
         """Refit a fitted law to the runs up to each cut-off."""
         theta = law.theta_[None, :][:0]
         if cuts:
-            theta = law._refit(np.array([cut.fitted for cut in cuts], dtype=np.float64), starts=ROLLING_STARTS).theta
+            theta = law._refit(np.array([cut.fitted for cut in cuts], dtype=np.float64), keep=ROLLING_STARTS).theta
         constants = {name: np.array([value]) for name, value in law.constants_.items()}
         return cls(law, constants, law.draws_ or {}, law.problem_.constants(theta), theta)
 

@@ -57,6 +57,7 @@ class ChinchillaLaw(OffsetLaw):
     exponent_names = ("alpha", "beta")
     vanishing = MappingProxyType({"A": "the term in N", "B": "the term in D"})
     power_optimum = True
+    probed = True
     resample_starts = 1  # on 4000 resamples of published runs no other start of 64 ended lower
     A_: float
     B_: float
