@@ -88,7 +88,7 @@ def analyze(
     quick, spend = min(bootstrap, QUICK), flops_per_token(table.N, table.D, table.flops)
     # Always fitted in the table's count, so that a saved mixture gives the same answer in every convention.
     mixture = mix_forms(as_given, spend, bootstrap, seed) if intervals == "mixture" else None
-    main = (fitted, approaches) if table is as_given and quick == bootstrap else None  # as in the side table
+    main = (fitted, approaches) if table is as_given else None  # as in the side table
     analysis = Analysis(
         table=table,
         targets=goals,

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+import scipy  # its parts are imported at first use: scipy.special takes 0.2 s
 
 from ..allocation.serving import BreakEven, Spread, break_even
 from ..errors import Array, InputError
@@ -135,7 +135,7 @@ def compare(
     rows = _Rows(base, variant)
     shared, free = _Joint(rows, gap=False), _Joint(rows, gap=True)
     gap, error, freedom = free.estimate(lambda q: float(q[9]))
-    p = None if error is None else float(2 * stdtr(freedom, -abs(gap) / max(error, 1e-300)))
+    p = None if error is None else float(2 * scipy.special.stdtr(freedom, -abs(gap) / max(error, 1e-300)))
     enough_sizes = min(len(np.unique(base.N)), len(np.unique(base.D))) > 2
     chosen, other = (free, shared) if enough_sizes and p is not None and p < SURE else (shared, free)
     low, high = float(rows.c.min()), float(rows.c.max())
@@ -242,7 +242,7 @@ class _Rows:
         if error is None:
             return None
         seeds = np.arange(self.seeds, MOST_SEEDS)
-        needed = stdtrit(freedom * seeds / self.seeds, 0.975) + stdtrit(freedom * seeds / self.seeds, POWER)
+        needed = sum(scipy.special.stdtrit(freedom * seeds / self.seeds, p) for p in (0.975, POWER))
         enough = needed * error * np.sqrt(self.seeds / seeds) <= math.log1p(SEEN)
         return int(enough.argmax()) if enough.any() else None
 
@@ -341,7 +341,7 @@ def log_multiplier(q: Array, c: float) -> float:
 
 def _value_and_interval(estimated: Estimated, scale: Callable[[float], float] = float) -> tuple[float, Interval | None]:
     value, error, freedom = estimated
-    half = float(stdtrit(freedom, 0.975)) * (error or 0.0)
+    half = float(scipy.special.stdtrit(freedom, 0.975)) * (error or 0.0)
     return scale(value), None if error is None else (scale(value - half), scale(value + half))
 
 

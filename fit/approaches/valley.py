@@ -6,8 +6,9 @@ p = alpha and q = beta. Higher runs count less, because no form holds far above 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ SLACK = 0.4  # error of the form, as a share of the height above the floor
 EXPONENT, EXPONENT_SPREAD = 0.35, 0.7  # prior of p and q; the spread is of the logarithm
 STEEPNESS, LOOSE = 0.3, 2.0  # weak prior of steepness; its spread, also that of the best size about the mean
 NOISE, LEAST_NOISE = 3e-3, 2e-4  # of a log loss: first guess and lower limit
+MOST_STEPS, SMALL_GAIN = 200, 1e-9  # of a round, which ends where a step would gain less, relative to the objective
 ROUNDS, FAR = 5, 12.0  # rounds of reweighting; largest |v|
 
 
@@ -42,8 +44,6 @@ class Valley:
 
 def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
     """Fit valleys to isoFLOP profiles. Returns them, the standard deviation of log loss, and its degrees of freedom."""
-    from scipy.optimize import least_squares
-
     if not profiles:
         return [], np.nan, 0.0
     K, member = len(profiles), np.repeat(np.arange(len(profiles)), [len(p.N) for p in profiles])
@@ -76,17 +76,38 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
     for _ in range(ROUNDS):
         run_noise = np.where(np.isfinite(known_noise), known_noise, noise) * np.sqrt(weight.mean() / weight)
         spread = np.hypot(run_noise, SLACK * (y - theta[:K][member]))
-        fit = least_squares(residuals, theta, args=(spread,), jac=jacobian, x_scale="jac")
-        theta, height = fit.x, y - fit.x[:K][member]
-        error = np.abs(fit.fun[: len(y)] * spread)[height <= np.median(height)]  # the lower half of the runs
+        theta, residual, slopes = _least_squares(
+            partial(residuals, spread=spread), partial(jacobian, spread=spread), theta
+        )
+        height = y - theta[:K][member]
+        error = np.abs(residual[: len(y)] * spread)[height <= np.median(height)]  # the lower half of the runs
         noise = max(1.4826 * float(np.median(error)) * np.sqrt(len(y) / freedom), LEAST_NOISE)
-    covariance = np.linalg.pinv(fit.jac.T @ fit.jac)
+    covariance = np.linalg.pinv(slopes.T @ slopes)
     p, q = np.exp(theta[-2:])
     valleys = []
     for k in range(K):
         floor, steepness, place = theta[k:-2:K]
         valleys.append(Valley(floor, steepness, place, covariance[k:-2:K, k:-2:K], p, q))
     return valleys, noise, freedom
+
+
+def _least_squares(
+    residuals: Callable[[Array], Array], jacobian: Callable[[Array], Array], theta: Array
+) -> tuple[Array, Array, Array]:
+    """Minimise a sum of squares from `theta` by Levenberg-Marquardt; return theta, the residuals and their Jacobian."""
+    residual, slopes, damping = residuals(theta), jacobian(theta), 1e-3
+    for _ in range(MOST_STEPS):
+        normal, gradient, objective = slopes.T @ slopes, slopes.T @ residual, residual @ residual
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
+        trial = residuals(theta + step)
+        if trial @ trial < objective:
+            theta, residual, damping = theta + step, trial, 0.1 * damping
+            slopes = jacobian(theta)
+        else:
+            damping *= 10.0
+        if -gradient @ step <= SMALL_GAIN * objective:
+            break
+    return theta, residual, slopes
 
 
 def _rise(v: Any, p: Any, q: Any) -> Any:

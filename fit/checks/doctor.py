@@ -17,6 +17,7 @@ from functools import reduce
 from shlex import quote
 
 import numpy as np
+import scipy  # its parts are imported at first use: scipy.special takes 0.2 s
 from numpy.typing import ArrayLike
 
 from ..approaches.isoflop import METHODS, budget_levels
@@ -248,8 +249,6 @@ def mixed_recipes(t: RunTable) -> Warnings:
 
 
 def pooled_experiments(t: RunTable) -> Warnings:
-    from scipy import special  # planning has no use for it, and importing it takes 0.2 s
-
     n, candidates, reserved = len(t), [], {_column(t, role) for role in COLUMNS} | {"run_id", "group", "trunk"}
     surface = _surface(t, 3 if n >= 60 else 2)
     rest = _off(surface, np.log(t.loss))
@@ -264,8 +263,10 @@ def pooled_experiments(t: RunTable) -> Warnings:
             continue  # determined by N and D, like a width
         left = _off(unexplained.T, rest)
         share, step = 1 - (left @ left) / (rest @ rest), float(np.std(rest - left))
-        chance = special.fdtrc(len(flags) - 1, free, share / (len(flags) - 1) / ((1 - share) / free))
-        if share > EXPLAINED and step > VISIBLE and chance * len(t.frame.columns) < CHANCE:
+        if share <= EXPLAINED or step <= VISIBLE:
+            continue
+        chance = scipy.special.fdtrc(len(flags) - 1, free, share / (len(flags) - 1) / ((1 - share) / free))
+        if chance * len(t.frame.columns) < CHANCE:
             candidates.append((share, step, str(name)))
     if candidates:
         share, step, name = max(candidates)
@@ -488,15 +489,13 @@ def long_warmup(t: RunTable) -> Warnings:
 
 
 def untuned(t: RunTable) -> Warnings:
-    from scipy import special
-
     excess, error = numbers(t, "excess"), numbers(t, "excess_se")
     rows = np.flatnonzero(np.isfinite(excess) & (error > 0))
     if len(rows) < 2:
         return
     rows = rows[np.argsort(excess[rows])]
     middle = np.average(excess[rows], weights=error[rows] ** -2.0)
-    if special.chdtrc(len(rows) - 1, (((excess[rows] - middle) / error[rows]) ** 2).sum()) < UNEVEN:
+    if scipy.special.chdtrc(len(rows) - 1, (((excess[rows] - middle) / error[rows]) ** 2).sum()) < UNEVEN:
         ends = [f"{excess[i]:.1%} ± {error[i]:.1%} (N {count(t.N[i])}, D {count(t.D[i])})" for i in rows[[0, -1]]]
         yield Warning(
             "untuned_tilt",
@@ -733,8 +732,6 @@ def _edges(t: RunTable) -> Warnings:
 
 def early_regime(t: RunTable) -> Warnings:
     """Warn if log loss is concave in log compute: sums of powers are convex, so no law here describes such runs."""
-    from scipy import special  # planning has no use for it, and importing it takes 0.2 s
-
     u, v = (column - column.mean() for column in (np.log(t.N * t.D), np.log(t.N / t.D)))
     terms = np.stack([np.ones_like(u), v, v * v, u * v, u, u * u], 1)
     free = len(t) - terms.shape[1]
@@ -745,7 +742,7 @@ def early_regime(t: RunTable) -> Warnings:
     slope, bend = constants[-2:]
     row_low, row_high = np.argmin(u), np.argmax(u)
     first, last = -slope - 2 * bend * u[row_low], -slope - 2 * bend * u[row_high]
-    if bend + special.stdtrit(free, CONCAVE) * error < 0 and last - first > GROWN:
+    if last - first > GROWN and bend + scipy.special.stdtrit(free, CONCAVE) * error < 0:
         low, high = float(t.flops[row_low]), float(t.flops[row_high])
         yield Warning(
             "early_regime",

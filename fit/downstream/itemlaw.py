@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import scipy  # its parts are imported at first use: scipy.special takes 0.2 s
 from numpy.typing import ArrayLike
-from scipy.special import ndtr, ndtri, polygamma, stdtrit
 
 from ..errors import Array, Column, InputError, check_level, floats, one_of, positive
 from ..laws.law import Estimator
@@ -133,7 +133,7 @@ class ItemLaw(Estimator):
             usual = max(float(np.median(noise)), 1e-12 * float(np.abs(y).max()) ** 2)
             noise = np.maximum(noise, 0.01 * usual)
             # Variances are shrunk to the usual one (Smyth 2004), else items that fit the line by luck weigh most.
-            excess = float(np.log(noise).var()) - float(polygamma(1, 0.5 * freedom))
+            excess = float(np.log(noise).var()) - float(scipy.special.polygamma(1, 0.5 * freedom))
             prior = 1.0 + 2.0 / max(excess, 1e-3)  # its degrees of freedom, nearly
             scale = np.sqrt((prior * usual + freedom * noise) / (prior + freedom))
             self._prior = prior, prior * usual / scale[:, None] ** 2
@@ -160,7 +160,7 @@ class ItemLaw(Estimator):
         return np.asarray(self._level + np.atleast_1d(floats(ability))[..., None] * self._slope)
 
     def _right(self, argument: Array) -> Array:
-        return np.clip(self.chance_ + (1 - self.chance_) * ndtr(argument), 1e-12, 1 - 1e-12)
+        return np.clip(self.chance_ + (1 - self.chance_) * scipy.special.ndtr(argument), 1e-12, 1 - 1e-12)
 
     def _abilities(self, y: Array, ability: Array) -> tuple[Array, Array]:
         """Return abilities after one step of Newton's method, and their errors, those of the items included."""
@@ -217,11 +217,11 @@ class ItemLaw(Estimator):
         middle, runs = self.predict_ability(at), len(self.ability_)
         u = (self._position(at) - self._middle) / self._spread
         wide = self.constants_["scatter"] * np.sqrt(1 + (1 + u**2) / runs)  # of a new run about the line
-        abilities = middle[:, None] + np.outer(wide, stdtrit(runs - 2, TAILS))
+        abilities = middle[:, None] + np.outer(wide, scipy.special.stdtrit(runs - 2, TAILS))
         mean = self._right(self._argument(abilities)) @ self._weight.mean(axis=0)
         p = self.predict_items(middle)
         luck = np.sqrt((p * (1 - p)).sum(axis=1)) / p.shape[1]
-        drawn = mean[:, :, None] + luck[:, None, None] * ndtri(TAILS)
+        drawn = mean[:, :, None] + luck[:, None, None] * scipy.special.ndtri(TAILS)
         low, high = np.quantile(drawn.reshape(len(u), -1), [0.5 - 0.5 * level, 0.5 + 0.5 * level], axis=1)
         return pd.DataFrame({"acc": p.mean(axis=1), "low": np.maximum(low, 0.0), "high": np.minimum(high, 1.0)})
 

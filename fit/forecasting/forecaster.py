@@ -14,11 +14,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import ndtri
 
 from ..errors import Array, Column, Columns, InputError, check_level, check_weights, floats, positive, same_length
 from ..files import read_constants
@@ -38,7 +38,8 @@ WORST = 1.0  # largest error of log loss that counts; chosen by hand
 DRAWS, PAST_DRAWS = 400, 50
 MAX_DEVIATION = 5.0  # largest distance of a law's logarithm from the weighted mean's that counts; chosen by hand
 QUANTILES = 1001
-NORMAL = ndtri((np.arange(QUANTILES) + 0.5) / QUANTILES)  # quantiles of a normal distribution, used as its draws
+# Quantiles of a normal distribution, used as its draws.
+NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])
 COMPUTE = "flops"
 SIZES = ("N", "N_active", "N_total")  # the first that a law has is N of 6 N D FLOPs
 
@@ -389,7 +390,7 @@ def _with_prior(squares: Sequence[Any], rate: float) -> Any:
 
 def half_width(level: float, variances: Sequence[Array]) -> Array:
     check_level(level)
-    return ndtri(0.5 + 0.5 * level) * np.sqrt(sum(variances))
+    return NormalDist().inv_cdf(0.5 + 0.5 * level) * np.sqrt(sum(variances))
 
 
 def determines(law: Law, data: Columns) -> bool:

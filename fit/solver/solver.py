@@ -205,30 +205,10 @@ def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Ar
     table = np.ascontiguousarray(np.concatenate(products).T)
 
     sums = (weights @ table).reshape(-1, len(products), G)
-    right = [sums[:, len(entries) + i] for i in range(m)]
-    amplitudes = _solve_normal({entry: sums[:, q] for q, entry in enumerate(entries)}, right)
-    explained = np.sum([a * b for a, b in zip(amplitudes, right, strict=True)], axis=0)
-    error = (weights @ target**2)[:, None] - explained
-    return np.stack(amplitudes, axis=2), np.maximum(error, 0.0)
-
-
-def _solve_normal(matrix: dict[tuple[int, int], Array], right: list[Array]) -> list[Array]:
-    """Solve many small symmetric systems at once by Cholesky; return one array per unknown.
-
-    matrix[i, j], i <= j, and right[i] have one number per system. A ridge of 1e-10 of the diagonal copes with equal
-    columns.
-    """
-    m = len(right)
-    A, x, pivots = dict(matrix), list(right), []
-    for j in range(m):
-        pivots.append(np.maximum(A[j, j] + 1e-10 * matrix[j, j], 1e-11 * matrix[j, j] + 1e-300))
-        for i in range(j + 1, m):
-            ratio = A[j, i] / pivots[j]
-            x[i] = x[i] - ratio * x[j]
-            for q in range(i, m):
-                A[i, q] = A[i, q] - ratio * A[j, q]
-    for j in reversed(range(m)):
-        for q in range(j + 1, m):
-            x[j] = x[j] - A[j, q] * x[q]
-        x[j] = x[j] / pivots[j]
-    return x
+    matrix = np.empty((len(weights), G, m, m))
+    for q, (i, j) in enumerate(entries):
+        matrix[..., i, j] = matrix[..., j, i] = sums[:, q] * (1.0 + 1e-10 * (i == j)) + 1e-300  # for equal columns
+    right = np.moveaxis(sums[:, len(entries) :], 1, 2)
+    amplitudes = np.linalg.solve(matrix, right[..., None])[..., 0]
+    error = (weights @ target**2)[:, None] - (amplitudes * right).sum(axis=2)
+    return amplitudes, np.maximum(error, 0.0)

@@ -123,8 +123,7 @@ def fit_table(
     """
     from ... import fit
     from ...fit.laws.registry import loss_law
-    from ..results.finish import print_law, write_results
-    from ..runs.directory import SweepDirectory
+    from ..results.printing import print_law
 
     law = loss_law(form, objective=objective, delta=delta, tied=tied, E=fixed_e)
     speeds = None if speedup is None else by_name("speedup", speedup)
@@ -136,6 +135,9 @@ def fit_table(
             )
         result = fit.answer(table, target_flops, convention, intervals)
     elif (table / "plan.json").exists() and plain and output is None and (convention, intervals) == DEFAULTS:
+        from ..results.finish import write_results  # other tables do without what a sweep needs
+        from ..runs.directory import SweepDirectory
+
         result = write_results(SweepDirectory.open(table), targets=target_flops or None, speedup=speeds)
         output = table / "fit"
     else:
@@ -184,7 +186,8 @@ def mix_command(
 
     By default the planned run is the largest, the target and base are the sweep's, and bounds those of the runs.
     """
-    from ..results.finish import print_mixture, study_mixtures
+    from ..results.finish import study_mixtures
+    from ..results.printing import print_mixture
     from ..runs.directory import SweepDirectory
 
     texts = {"target": target, "base": base, "bounds": bounds, "unique": unique}
@@ -220,7 +223,7 @@ def compare_command(
     Given overrides instead of tables, plan the sweep that compares them.
     """
     from ... import fit
-    from ..results.finish import print_comparisons
+    from ..results.printing import print_comparisons
 
     if not any(Path(one).exists() for one in given):
         raise typer.Exit(_plan_comparison(given))
