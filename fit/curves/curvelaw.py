@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy  # its parts are imported at first use
 
 from ..errors import Array, InputError, check_level, enough
 from .curves import WARM, Curve, checked_schedule, curves_of
@@ -275,15 +276,13 @@ class CurveLaw:
         return -np.linalg.pinv(remaining, hermitian=True) @ (J.T @ (w * residual[left_out]))
 
     def _interval(self, query: tuple[Array, np.ndarray, float | None], level: float) -> tuple[Array, Array, Array]:
-        from scipy.stats import t
-
         check_level(level)
         design = self._make_design([query], fine=True)
         value, slope = self._log_losses(self._theta, design)
         variance = np.einsum("ij,jk,ik->i", slope, self._covariance, slope) + self.noise_**2
         # Errors of left-out schedules are known up to the longest run; beyond it, they are taken to grow with length.
         variance += np.minimum(self._disagreement(query, value), self._excess * np.maximum(design.area, 1.0) ** 2)
-        half = t.ppf((1 + level) / 2, self.freedom_) * np.sqrt(variance)
+        half = scipy.special.stdtrit(self.freedom_, (1 + level) / 2) * np.sqrt(variance)
         return np.exp(value), np.exp(value - half), np.exp(value + half)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy  # its parts are imported at first use
 
 from ..errors import Array, InputError, check_level
 from .curvelaw import CurveLaw
@@ -68,8 +69,6 @@ def _sound(curves: pd.DataFrame, plans: Mapping[str, Any]) -> tuple[list[Curve],
 
 
 def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str, Any]:
-    from scipy.stats import t
-
     seen = {run.run: float(run.steps[-1] / len(run.lr)) for run in waiting}
     try:
         check_level(level)
@@ -98,7 +97,8 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
             continue
         spread = float(np.sqrt(np.mean((ends - keep * offsets) ** 2)) + 1e-12)
         # Backtests leave out no size, so the constants' errors are added, without what the recent deviation corrects.
-        half = t.ppf((1 + level) / 2, len(tests) - 1) * np.sqrt(spread**2 + slope @ law._covariance @ slope)
+        error = np.sqrt(spread**2 + slope @ law._covariance @ slope)
+        half = scipy.special.stdtrit(len(tests) - 1, (1 + level) / 2) * error
         rows[name] = (share, "", np.exp(value), np.exp(value - half), np.exp(value + half))
     return rows
 

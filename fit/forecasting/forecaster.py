@@ -93,7 +93,9 @@ class Weights:
         further (points,): log of extrapolation.
         """
         deviation = np.clip(fitted - self.share @ fitted, -MAX_DEVIATION, MAX_DEVIATION)
-        low, high = np.nanpercentile(np.tensordot(self.share, drawn, axes=1), [15.87, 84.13], axis=1)
+        mean = np.tensordot(self.share, drawn, axes=1)
+        percentile = np.nanpercentile if np.isnan(mean).any() else np.percentile  # the first is many times slower
+        low, high = percentile(mean, [15.87, 84.13], axis=1)
         return {
             "resampling": (0.5 * (high - low)) ** 2,
             "disagreement": self.prior.disagreement * (self.share @ deviation**2),

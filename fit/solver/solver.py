@@ -25,7 +25,7 @@ STAGES = (100.0, 10.0, 3.0, 1.0)  # multiples of delta, each the start of the ne
 COARSE = 0.03  # ... after as many factors of ten as it takes to start near this delta; both chosen by hand
 LEAST_SQUARES = 2.0**30  # replaces an infinite delta: no residual in log loss is larger
 ITERATIONS = 200
-CHUNK = 60_000  # numbers per working array: they stay in cache, and BLAS uses one thread for them
+CHUNK = 120_000  # numbers per working array: they stay in cache, and BLAS uses one thread for them
 MET_THETA, MET_OBJECTIVE = 1e-3, 1e-6  # relative; starts that agree on both under the large delta have met
 AGREE = 1e-7  # relative difference of two objectives that are the same optimum
 
