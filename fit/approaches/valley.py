@@ -6,9 +6,8 @@ p = alpha and q = beta. Higher runs count less, because no form holds far above 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,14 +70,25 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
         runs = np.c_[*(indicator * slope for slope in slopes[:3]), *slopes[3:]] / -spread[:, None]
         return np.r_[runs, np.diag(np.r_[np.zeros(K), np.full(2 * K, 1 / LOOSE), np.full(2, 1 / EXPONENT_SPREAD)])[K:]]
 
+    def minimise(theta: Array, spread: Array) -> tuple[Array, Array, Array]:  # by Levenberg-Marquardt
+        residual, slopes, damping = residuals(theta, spread), jacobian(theta, spread), 1e-3
+        for _ in range(MOST_STEPS):
+            normal, gradient = slopes.T @ slopes, slopes.T @ residual
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
+            trial, damping = residuals(theta + step, spread), 10.0 * damping
+            if trial @ trial < residual @ residual:
+                theta, residual, damping = theta + step, trial, 0.01 * damping
+                slopes = jacobian(theta, spread)
+            if -gradient @ step <= SMALL_GAIN * (residual @ residual):
+                break
+        return theta, residual, slopes
+
     indicator = np.eye(K)[member]
     noise, freedom = NOISE, float(max(len(y) - 2 * K - 2, 0.3 * len(y)))
     for _ in range(ROUNDS):
         run_noise = np.where(np.isfinite(known_noise), known_noise, noise) * np.sqrt(weight.mean() / weight)
         spread = np.hypot(run_noise, SLACK * (y - theta[:K][member]))
-        theta, residual, slopes = _least_squares(
-            partial(residuals, spread=spread), partial(jacobian, spread=spread), theta
-        )
+        theta, residual, slopes = minimise(theta, spread)
         height = y - theta[:K][member]
         error = np.abs(residual[: len(y)] * spread)[height <= np.median(height)]  # the lower half of the runs
         noise = max(1.4826 * float(np.median(error)) * np.sqrt(len(y) / freedom), LEAST_NOISE)
@@ -89,25 +99,6 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
         floor, steepness, place = theta[k:-2:K]
         valleys.append(Valley(floor, steepness, place, covariance[k:-2:K, k:-2:K], p, q))
     return valleys, noise, freedom
-
-
-def _least_squares(
-    residuals: Callable[[Array], Array], jacobian: Callable[[Array], Array], theta: Array
-) -> tuple[Array, Array, Array]:
-    """Minimise a sum of squares from `theta` by Levenberg-Marquardt; return theta, the residuals and their Jacobian."""
-    residual, slopes, damping = residuals(theta), jacobian(theta), 1e-3
-    for _ in range(MOST_STEPS):
-        normal, gradient, objective = slopes.T @ slopes, slopes.T @ residual, residual @ residual
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
-        trial = residuals(theta + step)
-        if trial @ trial < objective:
-            theta, residual, damping = theta + step, trial, 0.1 * damping
-            slopes = jacobian(theta)
-        else:
-            damping *= 10.0
-        if -gradient @ step <= SMALL_GAIN * objective:
-            break
-    return theta, residual, slopes
 
 
 def _rise(v: Any, p: Any, q: Any) -> Any:

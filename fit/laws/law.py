@@ -401,18 +401,17 @@ class Law(Estimator):
         """
         self._fitted()
         weights = weights * self.weight_ * self._precision
-        rows, fit = np.arange(len(weights)), self.theta_
-        alone, first, rest = np.empty((1, 0, len(fit))), rows[:PROBED], rows[PROBED:]
+        rows, fit, alone = np.arange(len(weights)), self.theta_, np.empty((1, 0, len(self.theta_)))
 
         def solve_rows(rows: np.ndarray, starts: Array | None = None, warm: Array | None = fit) -> Solution:
-            if starts is None:
-                # Other targets are close to the data, so one set of starts by variable projection serves all.
-                varied = weights[rows if target is None else rows[:1]]
-                starts = self.problem_.starts(varied, keep or self.resample_starts)
+            if starts is None:  # other targets are close to the data, so one set of starts serves all
+                projected = weights[rows if target is None else rows[:1]]
+                starts = self.problem_.starts(projected, keep or self.resample_starts)
             return self._solve(weights[rows], starts, None if target is None else target[rows], warm=warm)
 
-        if not self.probed or len(self.weight_) >= LARGE:
+        if len(self.weight_) >= LARGE or not self.probed:
             return solve_rows(rows, alone if len(self.weight_) >= LARGE else None)
+        first, rest = np.split(rows, [PROBED])
         solution = solve_rows(first, fit[None, None])
         unsure = first[solution.agreeing < solution.tried]
         if rest.size:
