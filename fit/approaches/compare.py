@@ -251,8 +251,6 @@ class _Joint:
     """The least-squares fit of both laws, and its sandwich variance over rows of loss, then of speed."""
 
     def __init__(self, rows: _Rows, gap: bool) -> None:
-        from scipy.optimize import least_squares
-
         mean = CENTRE + np.append([rows.loss.min(), *[rows.loss.mean(), 0.0] * 2], np.zeros(5))
         pull, k, n = np.diag(rows.noise / WIDTH), len(mean) - (not gap), len(rows.loss)
 
@@ -263,7 +261,7 @@ class _Joint:
         def slopes(q: Array) -> Array:
             return np.concatenate([both_laws(np.append(q, mean[k:]), rows)[1], pull])[:, :k]
 
-        theta = least_squares(errors, mean[:k], slopes, method="lm").x
+        theta = scipy.optimize.least_squares(errors, mean[:k], slopes, method="lm").x
         self.rows, self.at_, self.free = rows, np.append(theta, mean[k:]), np.arange(k)
         self.jacobian, residual, prior, cluster = slopes(theta)[:n], -errors(theta)[:n], np.diag(pull)[:k], rows.cluster
         if rows.speed is not None:  # log FLOPs per second are linear in c, separately for each side

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import scipy  # its parts are imported at first use
 from numpy.typing import ArrayLike
 
 from ..errors import Array, Column, InputError, check_weights, is_uneven, one_of, positive, same_length
@@ -100,9 +101,7 @@ class Akima:
         return np.exp(np.asarray(self._interpolate((self.mean @ loss)[None, :])(near))[..., 0])
 
     def _interpolate(self, means: Array) -> Any:
-        from scipy.interpolate import Akima1DInterpolator
-
-        return Akima1DInterpolator(self.knots, np.log(means).T)
+        return scipy.interpolate.Akima1DInterpolator(self.knots, np.log(means).T)
 
 
 Curve = Parabola | Akima

@@ -263,10 +263,9 @@ def pooled_experiments(t: RunTable) -> Warnings:
             continue  # determined by N and D, like a width
         left = _off(unexplained.T, rest)
         share, step = 1 - (left @ left) / (rest @ rest), float(np.std(rest - left))
-        if share <= EXPLAINED or step <= VISIBLE:
-            continue
-        chance = scipy.special.fdtrc(len(flags) - 1, free, share / (len(flags) - 1) / ((1 - share) / free))
-        if chance * len(t.frame.columns) < CHANCE:
+        ratio = share / (len(flags) - 1) / ((1 - share) / free)
+        is_large = share > EXPLAINED and step > VISIBLE
+        if is_large and scipy.special.fdtrc(len(flags) - 1, free, ratio) * len(t.frame.columns) < CHANCE:
             candidates.append((share, step, str(name)))
     if candidates:
         share, step, name = max(candidates)

@@ -110,8 +110,6 @@ class CurveLaw:
 
     def best_schedule(self, steps: int, peak: float, N: float | None = None, warmup: int = 0) -> Array:
         """Return the rates (steps,) of lowest last loss that rise to `peak` in `warmup` steps (Luo et al. 2025)."""
-        from scipy.optimize import minimize
-
         if not (steps > max(warmup, 0) + 1 and peak > 0):
             raise InputError(
                 f"steps is {steps} and peak is {peak:g}; steps must exceed the warm-up, and peak must be above 0."
@@ -137,7 +135,7 @@ class CurveLaw:
         starts = [np.maximum(shape[1:], 1e-4) / np.maximum(shape[:-1], 1e-4) for shape in shapes]
         best_starts = sorted(starts, key=last)[:2]  # cosine, linear, WSD or squared: the two best are refined
         options: dict[str, Any] = {"method": "L-BFGS-B", "options": {"maxiter": 30}}
-        results = (minimize(last, x, bounds=[(0, 1)] * len(x), **options) for x in best_starts)
+        results = (scipy.optimize.minimize(last, x, bounds=[(0, 1)] * len(x), **options) for x in best_starts)
         best = min(results, key=lambda result: result.fun)
         decay = np.interp(np.linspace(0, 1, steps - warmup), place, rates(best.x))
         return peak * np.concatenate([np.arange(1, warmup + 1) / (warmup + 1), decay])
@@ -198,8 +196,6 @@ class CurveLaw:
         return np.log(safe), np.stack(slope, axis=1) / safe[:, None]
 
     def _solve(self) -> None:
-        from scipy.optimize import least_squares
-
         constants = list(self._declared.values())
         low, high = (np.array([_inside(c, side) for c in constants]) for side in ("low", "high"))
         root = np.sqrt(self._share)
@@ -214,7 +210,7 @@ class CurveLaw:
             return cache["both"]
 
         def minimise(theta: Array, steps: int, tolerance: float) -> Any:
-            return least_squares(
+            return scipy.optimize.least_squares(
                 lambda t: residuals_and_slopes(t)[0], theta, lambda t: residuals_and_slopes(t)[1], (low, high), "trf",
                 tolerance, tolerance, tolerance, "jac", "huber", DELTA, max_nfev=steps,
             )  # fmt: skip

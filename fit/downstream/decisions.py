@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import scipy  # its parts are imported at first use
 
 from ..approaches.recipes import split
 from ..errors import Array, InputError, check_level, positive
@@ -92,8 +93,6 @@ def decision_accuracy(scores: Any, budget: float = math.inf, level: float = 0.95
 
 def share_of_pairs(agrees: Array, i: Any, j: Any, level: float = 0.95) -> tuple[float, tuple[float, float]]:
     """Return the mean of `agrees` (scales, pairs), the orders of recipes i and j that hold, and its interval."""
-    from scipy.special import ndtri
-
     used, p = np.isfinite(agrees).any(axis=0), np.linspace(0.0, 1.0, 2001)
     means, both = np.nanmean(agrees[:, used], axis=0), np.concatenate([i[used], j[used]])
     share, degree, within = means.mean(), np.bincount(both), np.nanvar(agrees, axis=1).mean()
@@ -105,7 +104,8 @@ def share_of_pairs(agrees: Array, i: Any, j: Any, level: float = 0.95) -> tuple[
     normal = common_error * (p * (1 - p) + (degree * (degree - 1)).sum() / len(means) * zeta / 4)
     robust = (np.bincount(both, np.tile(means - share, 2)) ** 2).sum() - len(means) * means.var()
     variance = np.maximum(normal, robust / len(means) / (1 - 1 / (degree > 0).sum())) / len(means)
-    inside = p[(share - p) ** 2 <= ndtri(0.5 + level / 2) ** 2 * variance + 1e-7]  # half a step of p, squared
+    width = scipy.special.ndtri(0.5 + level / 2)
+    inside = p[(share - p) ** 2 <= width**2 * variance + 1e-7]  # half a step of p, squared
     return float(share), (float(inside.min()), float(inside.max()))
 
 
@@ -151,8 +151,6 @@ class _Column:
     """The mean scores (recipes, scales) of a task and metric, and its entry `result` of `Decisions.tasks`."""
 
     def __init__(self, rows: pd.DataFrame, recipes: list[str], sizes: Array, level: float) -> None:
-        from scipy.special import stdtrit
-
         (self.task, self.metric), places = rows[["task", "metric"]].iloc[0], range(len(sizes))
         values = rows.groupby(["recipe", "scale"])["value"].agg(["mean", "count", "var"])
         grids = (values[name].unstack().reindex(recipes, columns=places).to_numpy(float) for name in values)
@@ -165,7 +163,9 @@ class _Column:
         recipes_scored = np.isfinite(self.mean).sum(0)
         last = self.last = int(max(np.flatnonzero(recipes_scored >= RECIPES), default=0))
         source = "unknown" if np.isnan(noise[last]) else "seeds" if freedom[last] >= FREEDOM else "items"
-        reach = stdtrit(freedom[last] if source == "seeds" else math.inf, 0.975) * np.nan_to_num(noise[last])
+        reach = scipy.special.stdtrit(freedom[last] if source == "seeds" else math.inf, 0.975) * np.nan_to_num(
+            noise[last]
+        )
         large, (i, j) = self.mean[:, last], np.triu_indices(len(recipes), 1)
         clear = np.abs(large[i] - large[j]) > reach * np.sqrt(1 / seeds[i, last] + 1 / seeds[j, last])
         i, j = i[clear], j[clear]

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import scipy  # its parts are imported at first use
 
 from ..allocation.allocation import own_convention, unlimited
 from ..errors import InputError, floats, positive
@@ -112,12 +113,10 @@ def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalT
 
     `noise`: standard deviation of one score; `source`: how it was measured.
     """
-    from scipy.special import ndtri
-
     scores = floats(scores)
     mean, spread, n = float(np.abs(scores.mean())), float(np.ptp(scores)), len(scores)
     # Expected range of n standard normals, by Blom's approximation.
-    by_luck = 2.0 * float(ndtri((n - 0.375) / (n + 0.25))) if n > 1 else math.inf
+    by_luck = 2.0 * float(scipy.special.ndtri((n - 0.375) / (n + 0.25))) if n > 1 else math.inf
     ratio = spread / noise if noise != 0 else (math.inf if spread > 0 else 0.0)
     scale = mean if mean > 0 else math.nan
     return SignalToNoise(spread / scale, noise / scale, ratio, by_luck, source)
@@ -215,13 +214,11 @@ def _noise(rows: pd.DataFrame, column: str) -> tuple[float, str]:
 
 def _refusal(ends: pd.DataFrame, score: SignalToNoise, chance: float) -> str:
     """Return why a task may not be extrapolated; empty if it may."""
-    from scipy.special import ndtri
-
     if math.isnan(score.ratio):
         return "the noise of its scores is unknown: the table has no checkpoints, repeated runs or standard errors."
     error = ends["acc_se"].fillna(score.noise * abs(float(ends["acc"].mean()))).clip(lower=1e-12)
     best = float(((ends["acc"] - chance) / error).max())
-    if best <= float(ndtri(1.0 - LUCK / len(ends))):
+    if best <= float(scipy.special.ndtri(1.0 - LUCK / len(ends))):
         return (
             f"no run is significantly above chance ({chance:.3g}): the best of {len(ends)} is {max(best, 0.0):.1f} "
             f"standard errors above it."

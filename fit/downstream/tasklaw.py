@@ -15,9 +15,8 @@ from __future__ import annotations
 from typing import Any, Self
 
 import numpy as np
+import scipy  # its parts are imported at first use
 from numpy.typing import ArrayLike
-from scipy.optimize import least_squares
-from scipy.special import expit
 
 from ..errors import Array, InputError, check_numbers, enough, floats, one_of, positive, same_length, unboxed
 from ..laws.law import Estimator, Law
@@ -112,7 +111,9 @@ class TaskLaw(Estimator):
         for _ in range(30):  # weights and scatter in turn, until the scatter settles
             variance = se**2 + self.scatter_**2
             sigma = np.sqrt(np.where(variance > 0, variance, 1.0))
-            fits = [least_squares(miss, s, bounds=bounds[free].T, args=(sigma,), **PRECISE) for s in starts]
+            fits = [
+                scipy.optimize.least_squares(miss, s, bounds=bounds[free].T, args=(sigma,), **PRECISE) for s in starts
+            ]
             solution = min(fits, key=lambda fitted: fitted.cost)
             starts, squares, before = [solution.x], miss(solution.x) ** 2, self.scatter_
             self.scatter_ = excess_scatter(squares, np.maximum(se**2, 1e-20), len(acc) - int(free.sum()))
@@ -125,7 +126,9 @@ class TaskLaw(Estimator):
 
     def _curve(self, floor: Any, ceiling: Any, u: Any) -> Any:
         # 50: a huge accuracy is clipped later, infinity would spoil derivatives.
-        return floor + (np.exp(np.minimum(u, 50.0)) if self.link == "exponential" else (ceiling - floor) * expit(u))
+        if self.link == "exponential":
+            return floor + np.exp(np.minimum(u, 50.0))
+        return floor + (ceiling - floor) * scipy.special.expit(u)
 
     def accuracy(self, constants: dict[str, Any], loss: Any) -> Array:
         u = constants["slope"] * (constants["middle"] - loss)

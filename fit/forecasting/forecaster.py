@@ -38,8 +38,7 @@ WORST = 1.0  # largest error of log loss that counts; chosen by hand
 DRAWS, PAST_DRAWS = 400, 50
 MAX_DEVIATION = 5.0  # largest distance of a law's logarithm from the weighted mean's that counts; chosen by hand
 QUANTILES = 1001
-# Quantiles of a normal distribution, used as its draws.
-NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])
+NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])  # used as draws
 COMPUTE = "flops"
 SIZES = ("N", "N_active", "N_total")  # the first that a law has is N of 6 N D FLOPs
 
@@ -94,8 +93,7 @@ class Weights:
         """
         deviation = np.clip(fitted - self.share @ fitted, -MAX_DEVIATION, MAX_DEVIATION)
         mean = np.tensordot(self.share, drawn, axes=1)
-        percentile = np.nanpercentile if np.isnan(mean).any() else np.percentile  # the first is many times slower
-        low, high = percentile(mean, [15.87, 84.13], axis=1)
+        low, high = (np.nanpercentile if np.isnan(mean).any() else np.percentile)(mean, [15.87, 84.13], axis=1)
         return {
             "resampling": (0.5 * (high - low)) ** 2,
             "disagreement": self.prior.disagreement * (self.share @ deviation**2),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy  # its parts are imported at first use
 
 from ..errors import Array, Columns, InputError
 from ..uncertainty import percentile_interval
@@ -136,8 +137,6 @@ class _Costs:
 
     def fit(self) -> tuple[Array, Array]:
         """Fit the coordinates and the noise by turns; return the coordinates (k,) and their covariance (k, k)."""
-        from scipy.optimize import least_squares
-
         k = len(PRIORS)
         lowest = [self.loss[self.cell == cell].min() for cell in range(self.cell.max() + 1)]
         q = np.concatenate([MEAN, lowest])
@@ -148,7 +147,7 @@ class _Costs:
                 left = self.loss - q[k:][self.cell] - self.costs(q)
                 return np.concatenate([left / scale, (q[:k] - MEAN) / WIDTH])
 
-            solution = least_squares(errors, q, x_scale="jac")
+            solution = scipy.optimize.least_squares(errors, q, x_scale="jac")
             q, freedom = solution.x, len(self.loss) - len(lowest) - 10
             self.noise *= float(np.sqrt((errors(q)[: len(self.loss)] ** 2).sum() / freedom))
         return q, SHARED * np.linalg.inv(solution.jac.T @ solution.jac)

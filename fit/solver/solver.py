@@ -57,17 +57,16 @@ def solve(
 ) -> Solution:
     """Minimise sum_i w_i huber_delta(f_i(theta) - target_i) within bounds, for P problems from G starts each.
 
-    Parameters
-    ----------
-    form : Predicts f at n points from k parameters theta.
-    target : Log losses, (n,) or (P, n).
-    weights : (P, n).
-    starts : (P, G, k) or (1, G, k).
-    lower, upper : (k,) or (P, k); equal bounds fix a parameter.
-    delta : In log loss; infinity for least squares.
-    warm : One more start near the optimum, (k,) or (P, k), refined under `delta` directly.
-    threads : By default one per core.
-    staged : False refines all starts under `delta` directly.
+    Args:
+        form: Predicts f at n points from k parameters theta.
+        target: Log losses, (n,) or (P, n).
+        weights: (P, n).
+        starts: (P, G, k) or (1, G, k).
+        lower, upper: (k,) or (P, k); equal bounds fix a parameter.
+        delta: In log loss; infinity for least squares.
+        warm: One more start near the optimum, (k,) or (P, k), refined under `delta` directly.
+        threads: By default one per core.
+        staged: False refines all starts under `delta` directly.
     """
     P, k = len(weights), form.parameters
     lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
@@ -199,16 +198,13 @@ def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Ar
     basis (G, n, m): factors of the amplitudes. target (n,), weights (P, n). Returns amplitudes (P, G, m) and sums of
     squares (P, G). Golub and Pereyra 1973.
     """
-    G, _, m = basis.shape
-    entries = [(i, j) for i in range(m) for j in range(i, m)]
-    products = [basis[:, :, i] * basis[:, :, j] for i, j in entries] + [basis[:, :, i] * target for i in range(m)]
-    table = np.ascontiguousarray(np.concatenate(products).T)
-
-    sums = (weights @ table).reshape(-1, len(products), G)
-    matrix = np.empty((len(weights), G, m, m))
-    for q, (i, j) in enumerate(entries):
-        matrix[..., i, j] = matrix[..., j, i] = sums[:, q] * (1.0 + 1e-10 * (i == j)) + 1e-300  # for equal columns
-    right = np.moveaxis(sums[:, len(entries) :], 1, 2)
+    G, n, m = basis.shape
+    i, j = np.triu_indices(m)
+    products = np.concatenate([basis[:, :, i] * basis[:, :, j], basis * target[:, None]], axis=2)
+    sums = (weights @ products.transpose(1, 0, 2).reshape(n, -1)).reshape(len(weights), G, -1)
+    matrix, right = np.empty((len(weights), G, m, m)), sums[:, :, len(i) :]
+    matrix[:, :, i, j] = matrix[:, :, j, i] = sums[:, :, : len(i)]
+    matrix = matrix * (1.0 + 1e-10 * np.eye(m)) + 1e-300 * np.eye(m)  # copes with equal columns and with none
     amplitudes = np.linalg.solve(matrix, right[..., None])[..., 0]
     error = (weights @ target**2)[:, None] - (amplitudes * right).sum(axis=2)
     return amplitudes, np.maximum(error, 0.0)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...fit.laws.registry import DEFAULT, LOSS_LAWS
+from ...fit.laws.registry import DEFAULT, LOSS_LAWS, loss_law
 from ...train.errors import UserError, counted
 from ..entry import compose_and_conduct, guarded
+from ..results.printing import print_comparisons, print_law, print_mixture
 from . import bench, checkpoint, sweep
 from .options import AsJson, Speedup, by_name, show
 
@@ -122,8 +123,6 @@ def fit_table(
     A saved law.json is evaluated at other budgets without a new fit.
     """
     from ... import fit
-    from ...fit.laws.registry import loss_law
-    from ..results.printing import print_law
 
     law = loss_law(form, objective=objective, delta=delta, tied=tied, E=fixed_e)
     speeds = None if speedup is None else by_name("speedup", speedup)
@@ -187,7 +186,6 @@ def mix_command(
     By default the planned run is the largest, the target and base are the sweep's, and bounds those of the runs.
     """
     from ..results.finish import study_mixtures
-    from ..results.printing import print_mixture
     from ..runs.directory import SweepDirectory
 
     texts = {"target": target, "base": base, "bounds": bounds, "unique": unique}
@@ -223,7 +221,6 @@ def compare_command(
     Given overrides instead of tables, plan the sweep that compares them.
     """
     from ... import fit
-    from ..results.printing import print_comparisons
 
     if not any(Path(one).exists() for one in given):
         raise typer.Exit(_plan_comparison(given))
