@@ -414,9 +414,11 @@ class Law(Estimator):
         first, rest = np.split(rows, [PROBED])
         solution = solve_rows(first, fit[None, None])
         unsure = first[solution.agreeing < solution.tried]
+        if rest.size and unsure.size:
+            return solve_rows(rows)
         if rest.size:
-            solution = joined([solution, solve_rows(rest, None if unsure.size else alone)])
-            unsure = first if unsure.size else rest[~solution.converged[PROBED:]]
+            solution = joined([solution, solve_rows(rest, alone)])
+            unsure = rows[solution.agreeing < solution.tried]
         if unsure.size:
             solution = best_of(joined([solution, solve_rows(unsure, warm=None)]), np.r_[rows, unsure])
         return solution
