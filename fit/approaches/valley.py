@@ -92,7 +92,7 @@ def fit_valleys(profiles: Sequence[Any]) -> tuple[list[Valley], float, float]:
         height = y - theta[:K][member]
         error = np.abs(residual[: len(y)] * spread)[height <= np.median(height)]  # the lower half of the runs
         noise = max(1.4826 * float(np.median(error)) * np.sqrt(len(y) / freedom), LEAST_NOISE)
-    covariance = np.linalg.pinv(slopes.T @ slopes)
+    covariance: Any = np.linalg.pinv(slopes.T @ slopes)
     p, q = np.exp(theta[-2:])
     valleys = []
     for k in range(K):
