@@ -97,8 +97,8 @@ def _forecast(runs: list[Curve], waiting: list[Curve], level: float) -> dict[str
             continue
         spread = float(np.sqrt(np.mean((ends - keep * offsets) ** 2)) + 1e-12)
         # Backtests leave out no size, so the constants' errors are added, without what the recent deviation corrects.
-        error = np.sqrt(spread**2 + slope @ law._covariance @ slope)
-        half = scipy.special.stdtrit(len(tests) - 1, (1 + level) / 2) * error
+        width = np.sqrt(spread**2 + slope @ law._covariance @ slope)
+        half = scipy.special.stdtrit(len(tests) - 1, (1 + level) / 2) * width
         rows[name] = (share, "", np.exp(value), np.exp(value - half), np.exp(value + half))
     return rows
 
