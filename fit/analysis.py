@@ -68,9 +68,7 @@ def analyze(
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
     from .precision.precisionlaw import by_precision  # imports pandas
 
-    table, precision = by_precision(table, bootstrap, seed)
-    if speedup and precision is None:
-        raise InputError(f"speedup names {', '.join(speedup)}, but the table gives no law of number formats.")
+    table, precision = by_precision(table, bootstrap, seed, speedup)
     counted, note = table, None
     if convention == "6nd" and flops_per_token(table.N, table.D, table.flops) is not None:
         note = "FLOPs are counted as 6ND, as requested, and not as in the table."

@@ -163,9 +163,8 @@ class _Column:
         recipes_scored = np.isfinite(self.mean).sum(0)
         last = self.last = int(max(np.flatnonzero(recipes_scored >= RECIPES), default=0))
         source = "unknown" if np.isnan(noise[last]) else "seeds" if freedom[last] >= FREEDOM else "items"
-        reach = scipy.special.stdtrit(freedom[last] if source == "seeds" else math.inf, 0.975) * np.nan_to_num(
-            noise[last]
-        )
+        quantile = scipy.special.stdtrit(freedom[last] if source == "seeds" else math.inf, 0.975)
+        reach = quantile * np.nan_to_num(noise[last])
         large, (i, j) = self.mean[:, last], np.triu_indices(len(recipes), 1)
         clear = np.abs(large[i] - large[j]) > reach * np.sqrt(1 / seeds[i, last] + 1 / seeds[j, last])
         i, j = i[clear], j[clear]

@@ -251,14 +251,20 @@ class PrecisionLaw(Estimator):
         return np.array(forms)
 
 
-def by_precision(runs: RunTable, bootstrap: int, seed: int) -> tuple[RunTable, PrecisionLaw | None]:
-    """Return the runs without quantization, all if there are none, and the law of formats if the table has several."""
-    if not format_columns(runs.frame):
-        return runs, None
+def by_precision(
+    runs: RunTable, bootstrap: int, seed: int, speedup: Mapping[str, float] | None = None
+) -> tuple[RunTable, PrecisionLaw | None]:
+    """Return the runs without quantization, all if there are none, and the law of formats if the table has several.
+
+    Raises InputError if `speedup` names formats and there is no law of them.
+    """
     law, plain, notes = None, np.zeros(len(runs), dtype=bool), runs.notes
     try:
-        plain = read_formats(runs)[0] == NONE
-        law = None if plain.all() else PrecisionLaw(draws=min(bootstrap, DRAWS) or DRAWS, seed=seed).fit(runs)
+        if format_columns(runs.frame):
+            plain = read_formats(runs)[0] == NONE
+            law = None if plain.all() else PrecisionLaw(draws=min(bootstrap, DRAWS) or DRAWS, seed=seed).fit(runs)
     except InputError as error:
         notes = (*notes, f"Number formats have no law: {error}")
+    if speedup and law is None:
+        raise InputError(f"speedup names {', '.join(speedup)}, but the table gives no law of number formats.")
     return replace(runs.where(plain) if plain.any() else runs, notes=notes), law
