@@ -176,6 +176,18 @@ def test_a_program_that_misbehaves_is_one_sentence(expected: str, tmp_path: Path
     assert not alive, "a child of the program is left"
 
 
+def test_a_damaged_checkpoint_is_passed_over_after_two_failures(trainer: Path, tmp_path: Path) -> None:
+    config = config_of(COMMAND.format(python=sys.executable, pause=0), trainer, metrics="log.jsonl")
+    path = tmp_path / "s" / "runs" / run_id(config)
+    (path / "program").mkdir(parents=True)
+    (path / "program" / "checkpoint-10").write_text('{"step": 10, "loss": 4.5}')
+    (path / "program" / "checkpoint-20").write_text("")
+    assert [train(config, tmp_path).state for _ in range(3)] == ["failed", "failed", "done"]
+    assert [file.name.partition(".")[0] for file in (path / "damaged").iterdir()] == ["checkpoint-20"]
+    assert "twice from checkpoint-20" in (path / "log.txt").read_text()
+    assert min(line["step"] for line in read_json_lines(path / "metrics.jsonl")) > 10
+
+
 def test_much_output_is_cut_in_the_middle(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(program, "KEPT_FIRST", 1 << 20)
     code = "print('{\"step\": 40, \"val_loss\": 2.5}'); [print('x' * 1023) for _ in range(20_000)]; print('end')"

@@ -18,7 +18,7 @@ from ..files import JsonLines, write_json
 from ..flops import count_parameters, flops_exact
 from ..job.environment import detect
 from ..job.failure import Cause, Failure, RankError
-from ..planner.command import PROGRAM, command_line
+from ..planner.command import PROGRAM, command_line, newest_checkpoint
 from ..tracker import Tracker, metrics
 from .program import Program
 
@@ -39,9 +39,10 @@ def train_external(config: RunConfig, directory: Path, stop: Callable[[], bool],
     if ranks.size > 1:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # SLURM gives this rank only its own cores
     folder.mkdir(exist_ok=True)
-    command = command_line(config, folder)
+    newest, command = newest_checkpoint(config, folder), command_line(config, folder)
     report(f"starts {shlex.join(command)}")
     with closing(Records(config, directory, report)) as records:
+        rows = len(records.written)
         with Program(command, folder, directory / "log.txt") as program:
             code: int | None = None
             stopped, hung, printed = False, False, 0
@@ -68,10 +69,23 @@ def train_external(config: RunConfig, directory: Path, stop: Callable[[], bool],
             silence = f"trainer.silence_seconds {trainer.silence_seconds:g}"
             raise RankError(Failure(Cause.HUNG, f"the program printed nothing for {silence}, and was stopped"))
         if code:
+            if newest and newest[-1].exists() and len(records.written) == rows:
+                _count_failure(newest[-1], directory, report)
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             cause = Cause.KILLED if code < 0 else Cause.PROGRAM
             raise RankError(Failure(cause, f"the program {how}: {program.last_line() or 'it printed nothing'}"))
         records.finish(ranks.size)
+
+
+def _count_failure(checkpoint: Path, directory: Path, report: Callable[[str], None]) -> None:
+    """Move a checkpoint to damaged/, so that an older one counts, if the program failed twice from it without a row."""
+    seen = directory / "failed_resume.txt"
+    if not (seen.exists() and seen.read_text() == checkpoint.name):
+        seen.write_text(checkpoint.name)
+        return
+    (directory / "damaged").mkdir(exist_ok=True)
+    checkpoint.rename(directory / "damaged" / f"{checkpoint.name}.{time.time_ns()}")
+    report(f"the program failed twice from {checkpoint.name}, which is now in {directory / 'damaged'}")
 
 
 class Records:
