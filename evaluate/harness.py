@@ -38,7 +38,7 @@ from .tasks.suite import SuiteTask, quiet
 BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 # Tokens that a rank scores, and prompts that it continues, before the answers of all ranks are stored.
 ROUND_TOKENS, ROUND_PROMPTS = 1 << 18, 64
-ENCODED = 1024  # requests whose whole texts are tokens at a time
+ENCODED = 1024  # requests whose texts are encoded at a time, which bounds memory
 ALONE = Mesh()
 
 

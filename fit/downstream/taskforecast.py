@@ -41,7 +41,7 @@ FLOOR, TOP, OFFSET, SLOPE = 0.03, 0.1, 4.0, 3.0  # standard deviations of the cu
 SCATTERS, FAR = 4, 30.0  # solutions of curves and scatters in turn; bound of u and of the parameters
 FARTHEST = 2.0  # largest log of extrapolation, in units of the largest that a hold-out tested
 VAGUE = 0.6  # widest useful interval, as a share of (1 - chance), or of the bits per byte; chosen by hand
-METRICS = {"acc": (1.0, "a share from 0 to 1"), "gold_bpb": (np.inf, "zero or more bits per byte")}  # what is accepted
+METRICS = {"acc": (1.0, "a share from 0 to 1"), "gold_bpb": (np.inf, "zero or more bits per byte")}  # limit; in words
 Fits = tuple[Array, Array, Array]  # predictions (T, fits, n + points), variances (T, points), scatter of runs (T,)
 
 

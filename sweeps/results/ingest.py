@@ -146,9 +146,10 @@ def _write_run(sweep: SweepDirectory, run_id: str, run: ForeignRun) -> tuple[Pla
     write_json(folder / "summary.json", counts | summary | {"val_loss": float(ends[loss].mean())})
     config: dict[str, Any] = {"data": {"name": run.kind}, "optimizer": {"learning_rate": float(metrics["lr"].max())}}
     write_atomic(folder / "config.yaml", yaml.safe_dump(config))  # what tables show; it is no RunConfig
-    write_json(folder / VIEW, asdict(state) | {"since": _modified(run)})
+    modified = _modified(run)
+    write_json(folder / VIEW, asdict(state) | {"since": modified})
     (folder / HEARTBEAT).touch()
-    os.utime(folder / HEARTBEAT, (_modified(run),) * 2)
+    os.utime(folder / HEARTBEAT, (modified, modified))
     shape = {"seed": 0, "sequence_length": max(1, int(facts.get("sequence_length", 1))), "precision": "", "mesh": ""}
     zero = dict.fromkeys(("N_kaplan", "width", "depth", "heads", "estimated_seconds"), 0)
     cost = {"flops_exact": flops, "flops_own": flops, "budget": None, "shape": JobShape(0, 0, 0.0, 0)}

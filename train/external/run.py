@@ -78,7 +78,7 @@ def train_external(config: RunConfig, directory: Path, stop: Callable[[], bool],
 
 
 def _count_failure(checkpoint: Path, directory: Path, report: Callable[[str], None]) -> None:
-    """Move a checkpoint to damaged/, so that an older one counts, if the program failed twice from it without a row."""
+    """Record that the program failed from a checkpoint before it logged a row; the second time, move it to damaged/."""
     seen = directory / "failed_resume.txt"
     if not (seen.exists() and seen.read_text() == checkpoint.name):
         seen.write_text(checkpoint.name)
