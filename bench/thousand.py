@@ -2,8 +2,9 @@
 
     python -m isoflop.bench.thousand [--runs 1000] [--rounds 3]
 
-Without SLURM, submission is left out and the runs are trained here. The overhead of a run is (wall clock from the first
-beginning to the last end) * workers / runs, less the mean of the runs' seconds (`isoflop bench queue`).
+Without SLURM, submission is left out and the runs are trained here. The overhead of a run is the time of all workers,
+each from its first beginning to its last end, divided by the runs, less the mean of the runs' seconds (`isoflop bench
+queue`). On SLURM one worker may do all runs, because so little work is not worth a second job.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..sweeps.runs.attempts import Attempt
 from ..sweeps.runs.directory import SweepDirectory
 from ..train.errors import UserError
 from .timing import Row, isoflop
@@ -40,7 +42,7 @@ def bench_queue(runs: int = 1000, workers: int = WORKERS) -> Iterator[Row]:
             raise UserError(f"--{name} is {value}; it must be 1 or more")
     with tempfile.TemporaryDirectory(prefix="isoflop-queue-", dir=os.environ.get("ISOFLOP_BENCH_FOLDER")) as folder:
         isoflop("sweep", *grid(Path(folder), runs), *LOCAL, f"cluster.jobs={workers}", "sweep=queue")
-        result = overhead(SweepDirectory(Path(folder) / "queue"), workers)
+        result = overhead(SweepDirectory(Path(folder) / "queue"))
     row = dict.fromkeys(("peer", "peer_name", "ratio", "spread")) | {"device": f"cpu, {os.cpu_count()} cores"}
     case = f"{runs} trivial runs, {workers} workers: overhead per run"
     yield row | {"case": case, "ours": result["overhead_ms"], "unit": "ms/run"} | result
@@ -50,16 +52,18 @@ def grid(folder: Path, runs: int) -> list[str]:
     return [*TRIVIAL, f"grid.axes={{seed: {list(range(runs))}}}", f"output_root={folder}"]
 
 
-def overhead(sweep: SweepDirectory, workers: int) -> dict[str, float]:
-    """Return a finished sweep's milliseconds per run: in total, in training, and the difference, the overhead."""
-    lines = [run.record().attempts for run in sweep.runs()]
-    first = [of_run[0] for of_run in lines if len(of_run) == 1 and of_run[0].cause == "done"]
-    if len(first) < len(lines):
-        raise UserError(f"{len(lines) - len(first)} of {len(lines)} runs were not done at the first attempt")
-    span = max(attempt.ended for attempt in first) - min(attempt.began for attempt in first)
-    whole = 1e3 * span * workers / len(lines)
-    training = 1e3 * statistics.mean(attempt.seconds for attempt in first)
-    return {"overhead_ms": whole - training, "whole_ms": whole, "training_ms": training}
+def overhead(sweep: SweepDirectory) -> dict[str, float]:
+    """Return the workers of a finished sweep, and its ms per run: in total, in training, and the difference."""
+    workers: dict[str | None, list[Attempt]] = {}
+    for run in sweep.runs():
+        for attempt in run.record().attempts:
+            workers.setdefault(attempt.job_id, []).append(attempt)
+            if attempt.cause != "done":
+                raise UserError(f"run {run.run_id} ended with {attempt.cause}; all must be done at the first attempt")
+    spans = [max(a.ended for a in done) - min(a.began for a in done) for done in workers.values()]
+    seconds = [a.seconds for done in workers.values() for a in done]
+    whole, training = 1e3 * sum(spans) / len(seconds), 1e3 * statistics.mean(seconds)
+    return {"overhead_ms": whole - training, "whole_ms": whole, "training_ms": training, "workers": len(workers)}
 
 
 def show(title: str, rounds: int, measure: Callable[[int], float]) -> None:
@@ -84,7 +88,7 @@ def main() -> None:
                 isoflop("cancel", str(folder / f"held{i}"))
         workers = [f"cluster.array_parallelism={WORKERS}", "wait=true"] if on_slurm else [f"cluster.jobs={WORKERS}"]
         isoflop("sweep", *runs, *workers, "sweep=queue")
-        print(f"a run with {WORKERS} workers: {overhead(SweepDirectory(folder / 'queue'), WORKERS)}", flush=True)
+        print(f"a run: {overhead(SweepDirectory(folder / 'queue'))}", flush=True)
         show("status", options.rounds, lambda i: isoflop("status", str(folder / "queue")))
 
 
