@@ -13,6 +13,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ LONGEST = 120  # characters of a folder's name; a hash replaces the rest; chosen
 PLAIN = re.compile(r"""^([^=]+)=([^][{}()"'\\,$]+)$""")  # a value that means the same between quotes
 OVERRIDE = re.compile(r"""(?<=[\[,])\s*([\w.+~/@-]+=[^][{}"',]*)(?=[],])""")  # of a variant, in a list
 
+WHOLE = re.compile(r"(?<=[=\[,:])\d+(\.\d+)?e\+?[01]?\d(?=[],}]|$)")  # 2e9, which no whole number may be for Hydra
 ADDABLE = re.compile(r"^(data\.(domains|target)[.=])")  # mappings whose keys the user chooses
 
 ONE_TEXT = "it must be one file, folder or glob: put several sources into one folder, or give a glob such as 'corpus/*'"
@@ -212,13 +214,14 @@ def _refuse_unknown(config: Any, prefix: str = "") -> None:
 def for_hydra(arguments: list[str]) -> list[str]:
     """Prepare overrides for Hydra.
 
-    Quote non-ASCII values and variants' overrides, let domains have any name, list in tuning.keep the tuned fields
-    that an override sets, and replace `cluster=auto` (the default) by slurm or local.
+    Quote non-ASCII values and variants' overrides, write 2e9 in full, let domains have any name, list in tuning.keep
+    the tuned fields that an override sets, and replace `cluster=auto` (the default) by slurm or local.
     """
     for name in (argument.partition("=")[0].lstrip("+~") for argument in arguments):
         if name in REMOVED:
             raise UserError(f"{name} is no longer a field: {REMOVED[name][1]}")
     arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
+    arguments = [WHOLE.sub(lambda number: f"{Decimal(number[0]):f}", argument) for argument in arguments]
     arguments = [ADDABLE.sub(r"++\1", argument) for argument in arguments]
     arguments = [
         OVERRIDE.sub(r'"\1"', argument) if argument.startswith("grid.variants=") else argument for argument in arguments

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from isoflop.sweeps import prepare
 from isoflop.sweeps.config import SweepConfig
-from isoflop.sweeps.entry import composition_error
+from isoflop.sweeps.entry import compose, composition_error
 from isoflop.sweeps.execute.conduct import check
 from isoflop.sweeps.grid.adaptive import AdaptiveGrid
 from isoflop.sweeps.grid.base import grid_kinds
@@ -85,6 +85,14 @@ FIELDS = sorted(
 def test_every_grid_is_tried() -> None:
     assert set(WORKING) == set(grid_kinds())
     assert len(FIELDS) > 120
+
+
+def test_a_whole_number_may_have_an_exponent() -> None:
+    config = compose(["+grid=product", "tokens=2.5e6", "grid.axes={data.max_bytes:[3e+06,16e3]}", "fit.bootstrap=1e2"])
+    assert (config.tokens, config.fit.bootstrap) == (2_500_000, 100)
+    assert config.grid.axes == {"data.max_bytes": [3_000_000, 16_000]}
+    with pytest.raises(UserError, match=r"tokens.*2500\.5"):
+        compose(["+grid=product", "tokens=2.5005e3"])
 
 
 @functools.cache
