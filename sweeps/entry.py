@@ -173,8 +173,9 @@ def _composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
     from omegaconf import OmegaConf
 
     def composed(overrides: list[str]) -> tuple[SweepConfig, str | None]:
+        in_full = [WHOLE.sub(lambda number: f"{Decimal(number[0]):f}", override) for override in overrides]
         try:
-            config = hydra_compose("config", overrides, return_hydra_config=True)
+            config = hydra_compose("config", in_full, return_hydra_config=True)
         except ValueError as error:  # such as of model=null
             raise UserError(composition_error(error)) from error
         grid = config.hydra.runtime.choices.get("grid")
@@ -214,14 +215,13 @@ def _refuse_unknown(config: Any, prefix: str = "") -> None:
 def for_hydra(arguments: list[str]) -> list[str]:
     """Prepare overrides for Hydra.
 
-    Quote non-ASCII values and variants' overrides, write 2e9 in full, let domains have any name, list in tuning.keep
-    the tuned fields that an override sets, and replace `cluster=auto` (the default) by slurm or local.
+    Quote non-ASCII values and variants' overrides, let domains have any name, list in tuning.keep the tuned fields
+    that an override sets, and replace `cluster=auto` (the default) by slurm or local.
     """
     for name in (argument.partition("=")[0].lstrip("+~") for argument in arguments):
         if name in REMOVED:
             raise UserError(f"{name} is no longer a field: {REMOVED[name][1]}")
     arguments = [argument if argument.isascii() else PLAIN.sub(r'\1="\2"', argument) for argument in arguments]
-    arguments = [WHOLE.sub(lambda number: f"{Decimal(number[0]):f}", argument) for argument in arguments]
     arguments = [ADDABLE.sub(r"++\1", argument) for argument in arguments]
     arguments = [
         OVERRIDE.sub(r'"\1"', argument) if argument.startswith("grid.variants=") else argument for argument in arguments
