@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..sweeps.runs.attempts import Attempt
 from ..sweeps.runs.directory import SweepDirectory
 from ..train.errors import UserError
 from .timing import Row, isoflop
@@ -53,16 +52,17 @@ def grid(folder: Path, runs: int) -> list[str]:
 
 
 def overhead(sweep: SweepDirectory) -> dict[str, float]:
-    """Return the workers of a finished sweep, and its ms per run: in total, in training, and the difference."""
-    workers: dict[str | None, list[Attempt]] = {}
-    for run in sweep.runs():
-        for attempt in run.record().attempts:
-            workers.setdefault(attempt.job_id, []).append(attempt)
-            if attempt.cause != "done":
-                raise UserError(f"run {run.run_id} ended with {attempt.cause}; all must be done at the first attempt")
-    spans = [max(a.ended for a in done) - min(a.began for a in done) for done in workers.values()]
-    seconds = [a.seconds for done in workers.values() for a in done]
-    whole, training = 1e3 * sum(spans) / len(seconds), 1e3 * statistics.mean(seconds)
+    """Return the number of workers of a finished sweep, and its milliseconds per run: whole, training, overhead."""
+    lines = [run.record().attempts for run in sweep.runs()]
+    first = [of_run[0] for of_run in lines if len(of_run) == 1 and of_run[0].cause == "done"]
+    if len(first) < len(lines):
+        raise UserError(f"{len(lines) - len(first)} of {len(lines)} runs were not done at the first attempt")
+    workers = {attempt.job_id for attempt in first}
+    spent = 0.0
+    for worker in workers:
+        done = [attempt for attempt in first if attempt.job_id == worker]
+        spent += max(attempt.ended for attempt in done) - min(attempt.began for attempt in done)
+    whole, training = 1e3 * spent / len(first), 1e3 * statistics.mean(attempt.seconds for attempt in first)
     return {"overhead_ms": whole - training, "whole_ms": whole, "training_ms": training, "workers": len(workers)}
 
 

@@ -30,7 +30,7 @@ LONGEST = 120  # characters of a folder's name; a hash replaces the rest; chosen
 PLAIN = re.compile(r"""^([^=]+)=([^][{}()"'\\,$]+)$""")  # a value that means the same between quotes
 OVERRIDE = re.compile(r"""(?<=[\[,])\s*([\w.+~/@-]+=[^][{}"',]*)(?=[],])""")  # of a variant, in a list
 
-WHOLE = re.compile(r"(?<=[=\[,:])\d+(\.\d+)?e\+?[01]?\d(?=[],}]|$)")  # 2e9, which no whole number may be for Hydra
+WHOLE = re.compile(r"(?<=[=\[,:])\d+(\.\d+)?e\+?[01]?\d(?=[],}]|$)")  # 2e9, which an integer field refuses as a float
 ADDABLE = re.compile(r"^(data\.(domains|target)[.=])")  # mappings whose keys the user chooses
 
 ONE_TEXT = "it must be one file, folder or glob: put several sources into one folder, or give a glob such as 'corpus/*'"
