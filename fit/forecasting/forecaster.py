@@ -167,7 +167,7 @@ class Forecaster(Estimator):
     draws
         Resamples per law, 0 for no intervals.
     priors
-        By default those of constants/forecast.yaml.
+        By default those of constants/forecast.yaml, "loss" for laws of N and D, "other" for laws of other inputs.
     """
 
     flops_per_token_: FlopsPerToken | None = None  # as the fitted table counts them; None: 6N
@@ -181,7 +181,6 @@ class Forecaster(Estimator):
         priors: Mapping[str, Prior] | None = None,
     ) -> None:
         self.laws, self.further, self.draws, self.seed = laws, further, draws, seed
-        self.priors = priors or {name: Prior(**read_constants("forecast")[name]) for name in ("loss", "size")}
         self._named = dict(laws) if isinstance(laws, Mapping) else {repr(law): law for law in laws}
         wrong = [law for law in self._named.values() if not isinstance(law, Law)]
         outputs = dict.fromkeys(law.output for law in self._named.values() if not wrong)
@@ -190,6 +189,8 @@ class Forecaster(Estimator):
             raise InputError(f"laws holds {has}; give unfitted laws of one output, such as fit.ExpertLaw('abnar').")
         (self.output,) = outputs
         self.inputs = tuple(dict.fromkeys(name for law in self._named.values() for name in law.inputs))
+        learnt, loss = read_constants("forecast"), "loss" if {*self.inputs} == {"N", "D"} else "other"
+        self.priors = priors or {"loss": Prior(**learnt[loss]), "size": Prior(**learnt["size"])}
         if further not in (*self.inputs, COMPUTE):
             raise InputError(f"further is {further!r}; choose one of {', '.join((*self.inputs, COMPUTE))}.")
 

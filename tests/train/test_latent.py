@@ -108,7 +108,7 @@ def test_counted_parameters_and_flops_are_those_of_the_equations(changes: dict[s
     assert count_parameters(config).N_total == sum(p.numel() for p in gpt.parameters())
     for block in gpt.blocks:
         attention = block.attention
-        block.attention.forward = lambda x, cos, sin, attention=attention: written_out(attention, x, cos, sin, None)
+        block.attention.forward = lambda x, *_, attention=attention: written_out(attention, x, gpt.cos, gpt.sin, None)
     tokens = torch.randint(61, (2, 16))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         gpt(tokens).logsumexp(-1).sum().backward()

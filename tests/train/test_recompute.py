@@ -9,7 +9,7 @@ import pytest
 import torch
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
-from isoflop.train.model.block import rotary_angles, swiglu
+from isoflop.train.model.block import rotary_angles, rotary_turn, swiglu
 from isoflop.train.model.gpt import GPT, Block
 from isoflop.train.model.parametrization import empty_model
 from isoflop.train.model.recompute import recomputed
@@ -125,7 +125,8 @@ def expected_bytes(config: ModelConfig, mode: str) -> list[int]:
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_a_block_keeps_what_the_closed_form_says(changes: dict[str, Any], mode: str) -> None:
     config = architecture(**changes)
-    block, (cos, sin) = Block(config), rotary_angles(TIME, config.head_dim, config.rope_theta)
+    block, angles = Block(config), rotary_angles(TIME, config.head_dim, config.rope_theta)
+    cos, sin = rotary_turn(*angles, torch.float32)
     block.recompute = mode
     leaf = torch.randn(BATCH, TIME, config.width, requires_grad=True)
     inputs = [*block.parameters(), cos, sin, leaf]

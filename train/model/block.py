@@ -21,7 +21,7 @@ Turn = tuple[Tensor, Tensor]
 
 
 def widened(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -108,10 +108,13 @@ def rotary_turn(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotated(x: Tensor, turn: Turn) -> Tensor:
-    """Rotate x (…, time, heads, d) by the result of `rotary_turn`, in Llama's half-split layout (Su et al. 2021)."""
+def rotated(x: Tensor, turn: Turn, sign: int = 1) -> Tensor:
+    """Rotate x (…, time, heads, d) by the result of `rotary_turn`, in Llama's half-split layout (Su et al. 2021).
+
+    `sign` -1 rotates back.
+    """
     first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * turn[0], torch.cat((second, first), dim=-1), turn[1])
+    return torch.addcmul(x * turn[0], torch.cat((second, first), dim=-1), turn[1], value=sign)
 
 
 class _Rotary(torch.autograd.Function):
@@ -120,21 +123,19 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return rotated(x, rotary_turn(cos, sin, x.dtype))
+        return rotated(x, (cos, sin))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return rotated(grad, rotary_turn(cos, -sin, grad.dtype)), None, None
+        return rotated(grad, ctx.saved_tensors, sign=-1), None, None
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x by cos and sin, both (time, d / 2), or in inference the pair from `rotary_turn`."""
-    if cos.ndim == 3:  # expanded by `rotary_turn` already
-        return rotated(x, (cos, sin))
-    if torch.compiler.is_compiling():
-        return rotated(x, rotary_turn(cos, sin, x.dtype))
-    return _Rotary.apply(x, cos, sin)
+    """Rotate x by cos and sin, both (time, d / 2), or the pair from `rotary_turn`, expanded once for all blocks."""
+    turn = (cos, sin) if cos.ndim == 3 else rotary_turn(cos, sin, x.dtype)
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return rotated(x, turn)
+    return _Rotary.apply(x, *turn)
 
 
 def query_key_value(

@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..hardware import read
 from .attention import document_starts
 from .backends import SDPA, Backend, Choice, select_backend
-from .block import RMSNorm, apply_rotary, lookup, query_key_value, rotary_angles, swiglu
+from .block import RMSNorm, apply_rotary, lookup, query_key_value, rotary_angles, rotary_turn, swiglu
 from .experts import MoE, Penalised, Router
 from .latent import LatentAttention
 from .loss import linear_cross_entropy
@@ -249,10 +249,10 @@ class GPT(nn.Module):
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
         self.announce(tokens)
         local = self.strategy.local_part
-        cos, sin = local(self.cos[:time], 0), local(self.sin[:time], 0)
+        turn = rotary_turn(local(self.cos[:time], 0), local(self.sin[:time], 0), x.dtype)
         seen, penalty = self.seen(tokens, x.dtype), None
         for number in self.chunks[chunk]:
-            out = self.blocks[number](x, cos, sin, *seen)
+            out = self.blocks[number](x, *turn, *seen)
             x, added = out if isinstance(out, tuple) else (out, None)
             if added is not None:
                 penalty = added if penalty is None else penalty + added
