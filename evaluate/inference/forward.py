@@ -7,6 +7,7 @@ a CPU a small model's matrices are also kept packed in oneDNN's order: products 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TypeVar
@@ -32,6 +33,9 @@ Ids = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 PACKED_BYTES = 1 << 29  # largest model whose matrices are kept twice
+# oneDNN, and PyTorch for it, keep a compiled product of each shape, by default 1,024 with megabytes of work space each. Few
+# shapes of texts come again; a training step in bf16 has about 15.
+PRODUCTS = 32
 
 
 class Forward:
@@ -104,6 +108,8 @@ def _packs(dtype: torch.dtype) -> bool:
     """Test whether oneDNN's packed matrix products, which PyTorch does not document, work for this dtype here."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the process's first product
+        os.environ.setdefault(variable, str(PRODUCTS))
     rows, weight = (torch.arange(n * 16).remainder(5).sub(2).view(n, 16).to(dtype) for n in (3, 8))
     try:
         return torch.equal(_Packed(weight)(rows), F.linear(rows, weight))
