@@ -33,8 +33,8 @@ Ids = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 PACKED_BYTES = 1 << 29  # largest model whose matrices are kept twice
-# oneDNN, and PyTorch for it, keep a compiled product of each shape, by default 1,024 with megabytes of work space each. Few
-# shapes of texts come again; a training step in bf16 has about 15.
+# oneDNN, and PyTorch for it, keep a compiled product of each shape, by default 1,024 with megabytes of work space each.
+# Few shapes of texts come again; a training step in bf16 has about 15.
 PRODUCTS = 32
 
 
