@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 PACKED_BYTES = 1 << 29  # largest model whose matrices are kept twice
 # oneDNN, and PyTorch for it, keep a compiled product of each shape, by default 1,024 with megabytes of work space each.
-# Few shapes of texts come again; a training step in bf16 has about 15.
+# Texts seldom have a shape again. A worker may also train in this process, and a step in bf16 has about 15 shapes.
 PRODUCTS = 32
 
 
@@ -105,10 +105,13 @@ class _Packed(nn.Module):
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Test whether oneDNN's packed matrix products, which PyTorch does not document, work for this dtype here."""
+    """Test whether oneDNN's packed matrix products, which PyTorch does not document, work for this dtype here.
+
+    The test makes the process's first product, so it also sets how many of them oneDNN keeps.
+    """
     if dtype not in (torch.float32, torch.bfloat16):
         return False
-    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the process's first product
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(variable, str(PRODUCTS))
     rows, weight = (torch.arange(n * 16).remainder(5).sub(2).view(n, 16).to(dtype) for n in (3, 8))
     try:

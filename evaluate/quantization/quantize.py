@@ -28,7 +28,7 @@ from ...train.data.mixture import open_stream
 from ...train.data.text import text_at_hand
 from ...train.errors import UserError
 from ...train.files import put_in_place, temporary_directory_beside
-from ...train.model.block import gated
+from ...train.model.block import gated, rotary_turn
 from ...train.model.experts import ExpertMLP, Routing
 from ...train.model.shape import matrices_of
 from .formats import Quantized
@@ -75,7 +75,8 @@ def quantize_model(
 
 def _through(loaded: LoadedCheckpoint, block: nn.Module, x: Tensor, tokens: Tensor) -> Tensor:
     model, time = loaded.model, tokens.shape[1]
-    out = block(x, model.cos[:time], model.sin[:time], *model.seen(tokens, x.dtype))
+    turn = rotary_turn(model.cos[:time], model.sin[:time], x.dtype)
+    out = block(x, *turn, *model.seen(tokens, x.dtype))
     return out[0] if isinstance(out, tuple) else out  # without the penalty of a router
 
 

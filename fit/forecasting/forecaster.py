@@ -55,6 +55,12 @@ class Prior:
     power: float = 1.0  # of the inverse squared errors, in the laws' shares
 
 
+def learnt_priors(loss: str) -> dict[str, Prior]:
+    """Return the priors for "loss", of the entry named `loss` in constants/forecast.yaml, and for "size"."""
+    constants = read_constants("forecast")
+    return {"loss": Prior(**constants[loss]), "size": Prior(**constants["size"])}
+
+
 @dataclass(frozen=True)
 class CutOff:
     """A hold-out: laws are fitted to rows up to `reach` and tested on rows beyond it.
@@ -189,8 +195,7 @@ class Forecaster(Estimator):
             raise InputError(f"laws holds {has}; give unfitted laws of one output, such as fit.ExpertLaw('abnar').")
         (self.output,) = outputs
         self.inputs = tuple(dict.fromkeys(name for law in self._named.values() for name in law.inputs))
-        learnt, loss = read_constants("forecast"), "loss" if {*self.inputs} == {"N", "D"} else "other"
-        self.priors = priors or {"loss": Prior(**learnt[loss]), "size": Prior(**learnt["size"])}
+        self.priors = priors or learnt_priors("loss" if {*self.inputs} == {"N", "D"} else "other")
         if further not in (*self.inputs, COMPUTE):
             raise InputError(f"further is {further!r}; choose one of {', '.join((*self.inputs, COMPUTE))}.")
 

@@ -14,8 +14,7 @@ from numpy.typing import ArrayLike
 
 from ..checks.outliers import find_outliers
 from ..errors import Array, Columns, InputError, floats, one_of, positive
-from ..files import read_constants
-from ..forecasting.forecaster import GAP, CutOff, Forecaster, Prior, cut_offs, half_width
+from ..forecasting.forecaster import GAP, CutOff, Forecaster, cut_offs, half_width, learnt_priors
 from ..forecasting.mixture import MAX_DISTANCE
 from ..formats import LEAST_RUNS, NONE, PASSES, format_columns, frequent, read_formats
 from ..laws.law import Estimator, LossLaw
@@ -133,8 +132,7 @@ class PrecisionLaw(Estimator):
         self.laws_ = {form: law for form, law in laws.items() if form in (self.forms or FORMS)}
         if not self.laws_:
             raise InputError(f"forms is {self.forms}, and none applies: bits needs a column such as weights_bits.")
-        constants = read_constants("forecast")
-        priors = {name: Prior(**constants[key]) for name, key in (("loss", "precision"), ("size", "size"))}
+        priors = learnt_priors("precision")
         self.forecaster_ = _Forecaster(self.laws_, draws=self.draws, seed=self.seed, priors=priors)
         self.forecaster_.fit(**columns, weight=fitted.weight, groups=fitted.group)
         self.weights_, self.errors_ = self.forecaster_.weights_, self.forecaster_.errors_

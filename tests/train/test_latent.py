@@ -12,6 +12,7 @@ from isoflop.evaluate.inference.generate import decode_tokens, prefill_prompts
 from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig
 from isoflop.train.errors import UserError
 from isoflop.train.flops import count_parameters, training_flops_per_token
+from isoflop.train.model.block import rotary_turn
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.latent import LatentAttention
 from isoflop.train.model.parametrization import build_model
@@ -71,7 +72,7 @@ def test_output_and_gradients_are_those_of_the_equations(changes: dict[str, Any]
     x = torch.randn(2, 11, 36, dtype=torch.float64, requires_grad=True)
     seen = gpt.seen(torch.zeros(2, 11, dtype=torch.long), torch.float64)
     inputs = [x, *attention.parameters()]
-    y = attention(x, gpt.cos[:11], gpt.sin[:11], *seen)
+    y = attention(x, *rotary_turn(gpt.cos[:11], gpt.sin[:11], x.dtype), *seen)
     expected = written_out(attention, x, gpt.cos[:11], gpt.sin[:11], window)
     torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-10)
     probe = torch.randn_like(y)

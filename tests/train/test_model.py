@@ -164,7 +164,7 @@ def test_derivatives_written_by_hand_pass_gradcheck() -> None:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
-    cos, sin = (angle.double() for angle in block_module.rotary_angles(5, 6, 10000.0))
+    cos, sin = block_module.rotary_turn(*block_module.rotary_angles(5, 6, 10000.0), torch.float64)
     # gradcheck compares with central differences in float64, at its default tolerances (1e-5 + 1e-3 relative).
     assert torch.autograd.gradcheck(lambda x: block_module.apply_rotary(x, cos, sin), draw(2, 5, 3, 6))
     assert torch.autograd.gradcheck(block_module.SwiGLU.apply, draw(2, 3, 14))

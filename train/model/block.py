@@ -131,11 +131,10 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x by cos and sin, both (time, d / 2), or the pair from `rotary_turn`, expanded once for all blocks."""
-    turn = (cos, sin) if cos.ndim == 3 else rotary_turn(cos, sin, x.dtype)
+    """Rotate x by cos and sin from `rotary_turn`, which all blocks share."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return rotated(x, turn)
-    return _Rotary.apply(x, *turn)
+        return rotated(x, (cos, sin))
+    return _Rotary.apply(x, cos, sin)
 
 
 def query_key_value(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
+from isoflop.train.model.block import rotary_turn
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import empty_model
 from isoflop.train.parallel import tensor as tensor_module
@@ -224,7 +225,7 @@ def test_a_block_exchanges_the_bytes_of_the_closed_form(sequence_parallel: bool)
         shape = (3 * TIME // mesh.tp, config.width) if sequence_parallel else (3, TIME, config.width)
         x = torch.randn(shape, requires_grad=True)
         with Recorder() as forward:
-            y = part.blocks[0](x, part.cos, part.sin)
+            y = part.blocks[0](x, *rotary_turn(part.cos, part.sin, x.dtype))
         with Recorder() as backward:
             y.backward(torch.ones_like(y))
         return [(recorder.exchanged, recorder.bytes) for recorder in (forward, backward)]
